@@ -1,0 +1,173 @@
+"""What a method is: the contract that one file per method fulfils, and that capture, training and decoding ask.
+
+A method states here, once, which features it needs (`capture`), how its blocks line up (`block_layout`), which network it
+trains (`draft_config`), what is summed and divided by what (`objective`), and how a block is filled with tokens
+(`proposer`). Nothing outside `algorithms/` asks a method for its name to decide what to do.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from draftsmith.blocks.blocks import Blocks
+from draftsmith.blocks.layout import BlockLayout
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.features.schema import CaptureLayout
+from draftsmith.targets.ends import TargetEnds
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockOutputs:
+    """What one training forward hands to the objective.
+
+    hidden [R, N, B, H], the draft's final normed state of every slot; blocks as built from the batch; final_state
+    [R, S, H], the target's own (only where `CaptureLayout.final_state` asks); progress in [0, 1), the share of the run's
+    optimiser steps already done.
+    """
+
+    hidden: Tensor
+    blocks: Blocks
+    final_state: Tensor | None
+    progress: float
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One micro-batch's share of the loss and of the metrics, as sums that are divided once, globally.
+
+    The gradient of the step is grad(sum of numerators) / (sum of denominators), sums over all ranks and the whole
+    accumulation window. `metrics`: name -> (numerator, denominator), detached, scalars or one entry per label [P];
+    they are averaged the same way.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """The training loss of a method."""
+
+    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms: ...
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+class TokenSampler(Protocol):
+    """How a proposer turns logits into tokens under the request's sampling options (given by the engine).
+
+    `sampler(logits [batch, V], draw)` -> (ids [batch] int64, q [batch, V] or None). Greedy: argmax, ties to the lowest id,
+    q None. Sampling: draws from the processed distribution and returns it as q. `draw` (0, 1, ...) numbers the draws of one
+    block, so that each uses fresh randomness of its row's own stream.
+    """
+
+    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]: ...
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """The tokens a block proposes.
+
+    token_ids [batch, P] int64; q [batch, P, V], the distribution each was drawn from, None for deterministic proposals;
+    count [batch] int64, how many of the P are worth verifying (None: all); the verifier treats the rest as not proposed.
+    """
+
+    token_ids: Tensor
+    q: Tensor | None = None
+    count: Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Fills a block with tokens; a function of tensors without host synchronisation."""
+
+    num_proposals: int
+
+    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+        """hidden [batch, B, H], the draft's final states of the block; anchor_ids [batch] int64, the last committed token."""
+        ...
+
+
+# --- the method -----------------------------------------------------------------------------------------------------
+
+
+class Options(BaseModel):
+    """Base of every typed options block: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DraftSection(Options):
+    """The recipe's `draft` section as far as all methods share it; each method derives its own, with its `algorithm`
+    literal, its head's sizes and its `objective` options. None means: from the checkpoint of `init_from`, or, for a fresh
+    draft, from the target's own configuration (and printed)."""
+
+    algorithm: str
+    init_from: str | None = None
+    mask_token_id: int | None = None
+    block_size: int | None = None
+    num_hidden_layers: int | None = None
+    target_layer_ids: tuple[int, ...] | None = None
+    num_taps: int | None = None
+    hidden_act: str | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rms_norm_eps: float | None = None
+    max_position_embeddings: int | None = None
+    rope_theta: float | None = None
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
+    causal: bool | None = None
+    dtype: str = "bfloat16"
+
+
+class Algorithm(ABC):
+    """One member of the family. Instances carry no state; `registry.algorithm(name)` gives the one instance."""
+
+    name: ClassVar[str]
+    """The recipe's name of the method (`draft.algorithm`)."""
+    architecture: ClassVar[str]
+    """The network it trains (`DraftConfig.architecture`); decoding picks the method whose name equals it."""
+    summary: ClassVar[str]
+    """One line for `draftsmith algorithms`."""
+    paper: ClassVar[str]
+    """Where it was published."""
+    section: ClassVar[type[DraftSection]]
+    """The typed `draft` section of its recipes."""
+
+    @abstractmethod
+    def head_config(self, section: Any) -> dict[str, Any]:
+        """The head's own fields of `DraftConfig.head`, from the recipe's section ({} for methods without a head)."""
+
+    @abstractmethod
+    def block_layout(self, config: DraftConfig) -> BlockLayout:
+        """Which slot predicts which token, for a draft of this configuration."""
+
+    def capture(self, config: DraftConfig) -> CaptureLayout:
+        """Which features training this draft needs of the target."""
+        return CaptureLayout(config.target_layer_ids, config.hidden_size, final_state=False)
+
+    @abstractmethod
+    def objective(self, config: DraftConfig, section: Any) -> Objective:
+        """The training loss."""
+
+    @abstractmethod
+    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
+        """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are the
+        method's own decoding options by name; one that it does not have is an error."""
+
+    def visible_slots(self, section: Any, block_size: int) -> "Callable[[np.random.Generator, int], np.ndarray] | None":
+        """How many leading slots of each training block carry their real tokens: None, just the anchor; otherwise a
+        function (generator, number of blocks) -> int64 array of counts in [1, block_size)."""
+        return None

@@ -1,0 +1,25 @@
+"""The two forms of a training document before features: a conversation, and its tokens with a loss mask."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation: `id` (unique in its file) and chat `messages` ({"role": ..., "content": ...}, in order)."""
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A tokenised conversation.
+
+    `input_ids` [S] int64; `loss_mask` [S] bool, True on the tokens that the assistant wrote (end-of-turn token included).
+    """
+
+    id: str
+    input_ids: Tensor
+    loss_mask: Tensor
