@@ -1,0 +1,98 @@
+"""DFlash: a block of masked slots, each predicted by itself in one forward (arXiv 2602.06036)."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.algorithms.algorithm import (
+    Algorithm,
+    BlockOutputs,
+    DraftSection,
+    Objective,
+    Options,
+    Proposals,
+    Proposer,
+    Terms,
+    TokenSampler,
+)
+from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.metrics import label_metrics
+from draftsmith.algorithms.weighting import DecayWeighting, Weighting
+from draftsmith.blocks.layout import BlockKind, BlockLayout
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.losses.linear_cross_entropy import linear_cross_entropy
+from draftsmith.targets.ends import TargetEnds
+
+
+class DFlashObjectiveOptions(Options):
+    """`draft.objective` of DFlash: how labels are weighted, and how many slots go through the output head at a time."""
+
+    weighting: Weighting = DecayWeighting()
+    head_chunk: int = Field(default=1024, ge=1)
+
+
+class DFlashSection(DraftSection):
+    """The recipe's `draft` section for DFlash."""
+
+    algorithm: Literal["dflash"] = "dflash"
+    objective: DFlashObjectiveOptions = DFlashObjectiveOptions()
+
+
+@dataclass(frozen=True)
+class DFlashObjective:
+    """Weighted cross-entropy of the predicting slots: sum(w * CE) over the weighting's own denominator."""
+
+    layout: BlockLayout
+    options: DFlashObjectiveOptions
+
+    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+        blocks = outputs.blocks
+        hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
+        losses, predicted = linear_cross_entropy(
+            hidden, partial(draft.logits, ends=ends), blocks.labels, blocks.label_mask, chunk=self.options.head_chunk
+        )  # [R, N, P]
+        numerator, denominator = self.options.weighting.weighted(losses, blocks)
+        metrics = {"loss": (numerator.detach(), denominator), **label_metrics(predicted, blocks)}
+        return Terms(numerator, denominator, metrics)
+
+
+@dataclass(frozen=True)
+class DFlashProposer:
+    """Each slot's most likely token, ties to the lowest id. Deterministic also when the request samples: slots know
+    nothing of each other, and tokens drawn independently would rarely fit together."""
+
+    draft: Draft
+    ends: TargetEnds
+    layout: BlockLayout
+    num_proposals: int
+
+    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+        """hidden [batch, B, H], anchor_ids [batch] (slot 0 has read it; not needed again) -> token_ids [batch, P]."""
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        return Proposals(self.draft.logits(slots, self.ends).argmax(-1))
+
+
+class DFlash(Algorithm):
+    name = "dflash"
+    architecture = "dflash"
+    summary = "Masked block, every slot predicted at once by itself"
+    paper = "arXiv 2602.06036"
+    section = DFlashSection
+
+    def head_config(self, section: Any) -> dict[str, Any]:
+        return {}
+
+    def block_layout(self, config: DraftConfig) -> BlockLayout:
+        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_size)
+
+    def objective(self, config: DraftConfig, section: Any) -> Objective:
+        return DFlashObjective(self.block_layout(config), section.objective)
+
+    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
+        check_no_decoding_options(self.name, decoding)
+        layout = self.block_layout(draft.config)
+        return DFlashProposer(draft, ends, layout, check_num_proposals(num_proposals, layout))

@@ -1,0 +1,50 @@
+"""Every method, by name."""
+
+import difflib
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from draftsmith.algorithms.algorithm import Algorithm
+from draftsmith.algorithms.dflash import DFlash, DFlashSection
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.errors import DraftsmithError
+
+_ALGORITHMS: dict[str, Algorithm] = {method.name: method for method in (DFlash(),)}
+
+
+def all_algorithms() -> tuple[Algorithm, ...]:
+    """Every registered method, in the order of the family's history."""
+    return tuple(_ALGORITHMS.values())
+
+
+def algorithm(name: str) -> Algorithm:
+    """The method that recipes call `name` (`draft.algorithm`)."""
+    if name not in _ALGORITHMS:
+        raise DraftsmithError(_unknown("algorithm", name, list(_ALGORITHMS)))
+    return _ALGORITHMS[name]
+
+
+def algorithm_for(config: DraftConfig) -> Algorithm:
+    """The method that decodes a draft of this architecture: the one that carries the architecture's name."""
+    if config.architecture not in _ALGORITHMS:
+        architectures = sorted({method.architecture for method in _ALGORITHMS.values()})
+        raise DraftsmithError(_unknown("draft architecture", config.architecture, architectures))
+    return _ALGORITHMS[config.architecture]
+
+
+def _unknown(what: str, name: object, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}; known: {', '.join(known)}{hint}"
+
+
+def _check_algorithm(section: Any) -> Any:
+    """Name the nearest method when a recipe's own is unknown."""
+    if isinstance(section, dict) and "algorithm" in section and section["algorithm"] not in list(_ALGORITHMS):
+        raise ValueError(_unknown("algorithm", section["algorithm"], list(_ALGORITHMS)))
+    return section
+
+
+DraftSectionUnion = Annotated[DFlashSection, BeforeValidator(_check_algorithm)]
+"""The recipe's `draft` section, typed by its `algorithm`."""

@@ -1,0 +1,86 @@
+"""Cross-entropy over the vocabulary without ever holding the logits of all rows.
+
+The target's output head is frozen, so the only gradient wanted is that of the hidden states, and a row's loss depends on
+its own hidden state alone. The gradient of every row is therefore formed in the forward, chunk by chunk, while that
+chunk's logits exist; the backward merely scales each row by the gradient of its loss. This holds for any weighting of
+the rows, including weights that are only known once the losses are. Peak memory is a few [chunk, V] float32 tensors.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import DraftsmithError
+
+
+def linear_cross_entropy(
+    hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, mask: Tensor, *, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and argmax of `project(hidden)`, row by row.
+
+    hidden [..., H] floating; project: rows [m, H] -> logits [m, V], each row by itself and without trainable parameters
+    (the target's head, scaling, soft-cap); labels [...] int64; mask [...] bool: rows where it is False cost no work in
+    the head, have loss 0 and no gradient; chunk: rows projected at a time.
+    Returns (loss [...] float32, differentiable in `hidden`; predicted [...] int64, ties to the lowest id, 0 where the
+    mask is False). The softmax is taken in float32 whatever the dtype of the logits.
+    """
+    if chunk < 1:
+        raise DraftsmithError(f"the chunk of the vocabulary loss is {chunk} rows; it needs at least 1")
+    rows = mask.flatten().nonzero().squeeze(-1)  # [m]
+    selected = hidden.flatten(0, -2).index_select(0, rows)  # [m, H]
+    selected_labels = labels.flatten().index_select(0, rows)
+    if selected.requires_grad and torch.is_grad_enabled():
+        _check_frozen(project, selected)
+        row_losses, row_predicted = _RowLosses.apply(selected, project, selected_labels, chunk)
+    else:
+        row_losses, row_predicted, _ = _forward(selected, project, selected_labels, chunk, with_gradient=False)
+    loss = torch.zeros(mask.numel(), dtype=torch.float32, device=hidden.device).index_copy(0, rows, row_losses)
+    predicted = torch.zeros_like(labels).flatten().index_copy(0, rows, row_predicted)
+    return loss.view(mask.shape), predicted.view(mask.shape)
+
+
+def _check_frozen(project: Callable[[Tensor], Tensor], selected: Tensor) -> None:
+    if project(selected[:1].detach()).requires_grad:
+        raise DraftsmithError(
+            "linear_cross_entropy was given a projection with trainable parameters, whose gradient it would lose; "
+            "freeze them (requires_grad_(False)) or use a loss that keeps the projection in the graph"
+        )
+
+
+def _forward(
+    hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, chunk: int, *, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """hidden [m, H], labels [m] -> losses [m] float32, argmax [m], d loss_i / d hidden_i [m, H] if asked."""
+    losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+    predicted = torch.empty_like(labels)
+    gradient = torch.empty_like(hidden) if with_gradient else None
+    for start in range(0, len(labels), chunk):
+        part = slice(start, start + chunk)
+        with torch.set_grad_enabled(with_gradient):
+            leaf = hidden[part].detach().requires_grad_(with_gradient)
+            logits = project(leaf)  # [m', V]
+            row_losses = torch.nn.functional.cross_entropy(logits.float(), labels[part], reduction="none")
+        losses[part] = row_losses.detach()
+        predicted[part] = logits.detach().argmax(-1)
+        if gradient is not None:
+            # Rows are independent: the gradient of the sum holds each row's own.
+            (gradient[part],) = torch.autograd.grad(row_losses.sum(), leaf)
+    return losses, predicted, gradient
+
+
+class _RowLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        losses, predicted, gradient = _forward(hidden, project, labels, chunk, with_gradient=True)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(predicted)
+        return losses, predicted
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_outputs[0].unsqueeze(-1)).to(gradient.dtype), None, None, None
