@@ -1,7 +1,7 @@
 """Cross-entropy over the vocabulary without ever holding the logits of all rows.
 
-The target's output head is frozen, so the only gradient wanted is that of the hidden states, and a row's loss depends on
-its own hidden state alone. The gradient of every row is therefore formed in the forward, chunk by chunk, while that
+The target's output head is frozen, so the only gradient wanted is that of the hidden states, and a row's loss depends
+on its own hidden state alone. The gradient of every row is therefore formed in the forward, chunk by chunk, while that
 chunk's logits exist; the backward merely scales each row by the gradient of its loss. This holds for any weighting of
 the rows, including weights that are only known once the losses are. Peak memory is a few [chunk, V] float32 tensors.
 """
@@ -62,11 +62,12 @@ def _forward(
             leaf = hidden[part].detach().requires_grad_(with_gradient)
             logits = project(leaf)  # [m', V]
             row_losses = torch.nn.functional.cross_entropy(logits.float(), labels[part], reduction="none")
+            total = row_losses.sum()
         losses[part] = row_losses.detach()
         predicted[part] = logits.detach().argmax(-1)
         if gradient is not None:
             # Rows are independent: the gradient of the sum holds each row's own.
-            (gradient[part],) = torch.autograd.grad(row_losses.sum(), leaf)
+            (gradient[part],) = torch.autograd.grad(total, leaf)
     return losses, predicted, gradient
 
 
