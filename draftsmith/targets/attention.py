@@ -1,0 +1,133 @@
+"""Attention of the target's new tokens over its cache, handed to Hugging Face models through their AttentionInterface.
+
+The models compute queries, keys and values (projections, norms, rope) themselves and then call the attention function
+that their configuration names. Ours writes the new keys and values to the cache and attends to what each query may see:
+cache entries of its own row at positions up to its own, and within the layer's sliding window where it has one. Nothing
+here depends on the library's own cache classes or on how it builds masks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PretrainedConfig
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.cache import KeyValueCache
+
+IMPLEMENTATION = "draftsmith"
+
+# Arguments of other attention functions that change the result and that this one does not compute.
+_UNSUPPORTED = ("attention_mask", "s_aux", "position_bias", "head_mask")
+
+
+class CachedAttention:
+    """One forward's attention over a cache: w new tokens a row at `positions` [batch, w] int64.
+
+    The visibility of a window is the same for every layer that has it, so each is built once a forward.
+    """
+
+    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+        self.cache = cache
+        self.positions = positions
+        self.layers_run = 0
+        self._visible: dict[tuple[int | None, int], Tensor] = {}
+
+    def visible(self, window: int | None, groups: int) -> Tensor:
+        """[batch, 1, groups * w, max_length] bool, True where a query may look; `groups` repeats the w queries."""
+        key = (window, groups)
+        if key not in self._visible:
+            entry = torch.arange(self.cache.max_length, device=self.positions.device)
+            query = self.positions[:, None, :, None]  # [batch, 1, w, 1]
+            seen = entry <= query  # [batch, 1, w, max_length]
+            if window is not None:
+                seen = seen & (entry > query - window)
+            self._visible[key] = seen.repeat(1, 1, groups, 1)
+        return self._visible[key]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [batch, heads, w, d], key and value [batch, kv_heads, w, d] of the new tokens -> [batch, heads, w, d]."""
+        keys, values = self.cache.write(layer, self.positions, key, value)
+        self.layers_run += 1
+        batch, heads, width, head_dim = query.shape
+        kv_heads = keys.shape[1]
+        groups = heads // kv_heads
+        # The query heads that share a key head become more queries of that head, so that no key is read or copied twice.
+        query = query.reshape(batch, kv_heads, groups * width, head_dim)
+        visible = self.visible(window, groups)
+        if softcap is None:
+            out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+        else:
+            out = _softcapped_attention(query, keys, values, visible, scale, softcap)
+        return out.reshape(batch, heads, width, values.shape[-1])
+
+
+def _softcapped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """softmax(softcap * tanh(scale * q.k / softcap)) v over the visible entries, softmax in fp32."""
+    scores = torch.tanh(query @ keys.transpose(-1, -2) * scale / softcap) * softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return functional.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    draftsmith_attention: CachedAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The signature that Hugging Face models call; returns ([batch, w, heads, d], no attention weights)."""
+    options["attention_mask"] = attention_mask
+    unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if not getattr(module, "is_causal", True):
+        unsupported.append("is_causal=False")
+    if unsupported:
+        raise DraftsmithError(
+            f"{type(module).__name__} asks for {', '.join(unsupported)}, which cached decoding does not support; "
+            "this target cannot be decoded with draftsmith"
+        )
+    out = draftsmith_attention.attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention_function)
+
+
+@contextmanager
+def draftsmith_attention(config: PretrainedConfig) -> Iterator[None]:
+    """While open, the model that `config` belongs to attends through this file; afterwards it is as it was."""
+    before = config._attn_implementation
+    config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

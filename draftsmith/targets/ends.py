@@ -1,0 +1,108 @@
+"""The two ends of the target that a draft shares: token embeddings going in, output head coming out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from draftsmith.errors import DraftsmithError
+
+# Configuration fields by which some models scale what goes in or comes out, outside their embedding and head modules.
+_SCALES = ("logit_scale", "logits_scaling", "embedding_multiplier", "scale_emb", "lm_head_multiplier", "output_multiplier_scale")
+
+
+def check_no_other_scales(text_config: PretrainedConfig) -> None:
+    """Raise `DraftsmithError` if the model scales its embeddings or logits in a way `TargetEnds` does not compute."""
+    for name in _SCALES:
+        value = getattr(text_config, name, None)
+        if value is not None and value != 1.0:
+            raise DraftsmithError(
+                f"the target's model type {text_config.model_type!r} has {name} = {value}; draftsmith knows an embedding "
+                "scale inside the embedding module and a final_logit_softcapping, no other: this target is not supported"
+            )
+
+
+class TargetEnds(nn.Module):
+    """The target's embedding and output head, frozen. Its tensors are buffers outside the state dict.
+
+    embedding_weight, head_weight [V, H] (one tensor where the model ties them); softcap: None, or c in
+    logits = c * tanh(logits / c); embedding_scale: None, or what the model multiplies embeddings with (Gemma).
+    """
+
+    embedding_weight: Tensor
+    head_weight: Tensor
+    _scale: Tensor | None
+
+    def __init__(
+        self,
+        embedding_weight: Tensor,
+        head_weight: Tensor,
+        *,
+        embedding_scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        if embedding_weight.shape != head_weight.shape:
+            raise DraftsmithError(
+                f"the target's embedding is {tuple(embedding_weight.shape)} and its output head "
+                f"{tuple(head_weight.shape)}; both must be [vocabulary, hidden]"
+            )
+        self.register_buffer("embedding_weight", embedding_weight.detach(), persistent=False)
+        self.register_buffer("head_weight", head_weight.detach(), persistent=False)
+        # The models round their scale to the weights' dtype before multiplying; a Python float would not be rounded.
+        scale = None if embedding_scale is None else torch.tensor(embedding_scale).to(embedding_weight)
+        self.register_buffer("_scale", scale, persistent=False)
+        self.embedding_scale = embedding_scale
+        self.softcap = softcap
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the output head."""
+        return self.head_weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.head_weight.shape[1]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [...] int64 -> what the target's first layer reads [..., H], the model's own scale included."""
+        embedded = functional.embedding(ids, self.embedding_weight)
+        return embedded if self._scale is None else embedded * self._scale
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """States after the final norm [..., H], in the weights' dtype -> the target's logits [..., V]."""
+        logits = functional.linear(hidden, self.head_weight)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    @classmethod
+    def from_model(cls, model: Any, text_config: PretrainedConfig) -> "TargetEnds":
+        """The ends of a Hugging Face causal LM in memory; shares its tensors."""
+        check_no_other_scales(text_config)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is None:
+            raise DraftsmithError(f"{type(model).__name__} has no output head; a causal language model is needed")
+        if getattr(head, "bias", None) is not None:
+            raise DraftsmithError(f"the output head of {type(model).__name__} has a bias, which draftsmith does not support")
+        return cls(
+            embedding.weight,
+            head.weight,
+            embedding_scale=embedding_scale(embedding),
+            softcap=getattr(text_config, "final_logit_softcapping", None),
+        )
+
+
+def embedding_scale(embedding: nn.Module) -> float | None:
+    """What an embedding module multiplies its rows with: None for a plain one. Raises `DraftsmithError` for a module
+    that does something else."""
+    if type(embedding) is nn.Embedding:
+        return None
+    scale = getattr(embedding, "scalar_embed_scale", None)
+    if scale is None:
+        raise DraftsmithError(
+            f"the target embeds tokens with {type(embedding).__name__}; supported are torch's Embedding and the scaled "
+            "embeddings of the Gemma family"
+        )
+    return float(scale)

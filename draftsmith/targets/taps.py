@@ -1,0 +1,105 @@
+"""Which hidden state a tap id means: the one owner of that fact (methods.md section 1).
+
+Tap id `i` is 0-based and means the residual stream after decoder layer `i`, before any final norm. Hugging Face's
+`output_hidden_states` gives the same tensor at index `i + 1`, except for the last layer, where it gives the normed
+state instead; hooks on the layers themselves have no such exception, and let the forward end at the last layer needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from draftsmith.errors import DraftsmithError
+
+
+def default_tap_ids(num_layers: int, count: int) -> tuple[int, ...]:
+    """The tapped layers that DFlash (arXiv 2602.06036) takes of a target with `num_layers` decoder layers.
+
+    One tap: the middle layer. More: `count` layers spread evenly from layer 1 to layer `num_layers - 3`.
+    Raises `DraftsmithError` where that gives no `count` distinct layers.
+    """
+    if count < 1:
+        raise DraftsmithError(f"the number of taps is {count}; at least 1 is needed")
+    if count == 1:
+        return (num_layers // 2,)
+    if num_layers < 4:
+        raise DraftsmithError(
+            f"the target has {num_layers} layers; {count} taps need at least 4 (use 1 tap, or name the layers)"
+        )
+    ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    if len(set(ids)) < count:
+        raise DraftsmithError(
+            f"{count} taps do not spread over {num_layers} layers without repeating one ({list(ids)}); "
+            f"at most {num_layers - 3} taps have default layers here (use fewer taps, or name the layers)"
+        )
+    return ids
+
+
+def check_tap_ids(ids: Sequence[int], num_layers: int) -> None:
+    """Raise `DraftsmithError` unless `ids` are distinct layers of a target with `num_layers` of them, at least one."""
+    if not ids:
+        raise DraftsmithError("no layer is tapped; name at least one tap id")
+    outside = [i for i in ids if not 0 <= i < num_layers]
+    if outside:
+        raise DraftsmithError(
+            f"tap ids {outside} are not layers of the target: it has {num_layers}, so ids run from 0 to {num_layers - 1} "
+            "(ids that other projects write are often one higher)"
+        )
+    if len(set(ids)) < len(ids):
+        raise DraftsmithError(f"tap ids {list(ids)} name a layer twice; each layer can be tapped once")
+
+
+def to_layer_input_ids(tap_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tap ids in the convention "what layer j reads", which is one higher than "what layer i wrote".
+
+    SGLang's capture hooks and the `aux_hidden_state_layer_ids` of speculators and vLLM count this way.
+    """
+    return tuple(i + 1 for i in tap_ids)
+
+
+def from_layer_input_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of `to_layer_input_ids`. Raises `DraftsmithError` for id 0, the embeddings, which no tap can mean."""
+    if any(j < 1 for j in layer_ids):
+        raise DraftsmithError(
+            f"layer ids {list(layer_ids)} in the 'input of layer' convention must be at least 1: 0 is the embedding output"
+        )
+    return tuple(j - 1 for j in layer_ids)
+
+
+class _LastTapReached(Exception):
+    """Ends a forward whose upper layers nobody needs; never leaves this file."""
+
+
+def layer_output(output: Any) -> Tensor:
+    """The hidden states [B, w, H] in what a decoder layer returned: the tensor itself, or the first of a tuple."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+@contextmanager
+def tap_layers(layers: nn.ModuleList, tap_ids: Sequence[int], *, stop_after_last: bool) -> Iterator[dict[int, Tensor]]:
+    """While open, a forward through `layers` fills the yielded dict: tap id -> output of that layer [B, w, H].
+
+    With `stop_after_last` the forward is abandoned right after the highest tapped layer: nothing above it runs, and the
+    body of the `with` statement ends there.
+    """
+    outputs: dict[int, Tensor] = {}
+    last = max(tap_ids, default=-1)
+
+    def hook_for(tap_id: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[tap_id] = layer_output(output)
+            if stop_after_last and tap_id == last:
+                raise _LastTapReached
+
+        return hook
+
+    handles = [layers[tap_id].register_forward_hook(hook_for(tap_id)) for tap_id in tap_ids]
+    try:
+        yield outputs
+    except _LastTapReached:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
