@@ -1,0 +1,145 @@
+"""Where the numbers of a run go: the console, `metrics.jsonl`, and the trackers that Accelerate knows."""
+
+import json
+import os
+import resource
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.training.options import TrackOptions
+
+METRICS_FILE = "metrics.jsonl"
+
+_AVAILABLE = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available, "trackio": is_trackio_available}
+
+Values = Mapping[str, float | list[float | None] | None]
+
+
+def wanted_trackers(options: TrackOptions) -> list[str]:
+    """The external trackers switched on; one that is not installed is an error rather than silence."""
+    wanted = [name for name in _AVAILABLE if getattr(options, name)]
+    for name in wanted:
+        if not _AVAILABLE[name]():
+            raise DraftsmithError(f"track.{name} is on but {name} is not installed; pip install {name}, or switch it off")
+    return wanted
+
+
+def new_tracker_ids(options: TrackOptions) -> dict[str, str]:
+    """Fresh run ids for the trackers that can go on with a run of theirs when training resumes."""
+    return {name: uuid.uuid4().hex[:12] for name in ("wandb", "trackio") if getattr(options, name)}
+
+
+class RunLog:
+    """Writes one entry per call of `log` to everything that `options` switches on; on the main process only.
+
+    A resumed run passes `resumed_at`, the step it continues from: entries of later steps, which a killed process wrote
+    and which are about to be written again, are dropped.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        options: TrackOptions,
+        accelerator: Accelerator,
+        *,
+        config: dict[str, Any],
+        tracker_ids: dict[str, str],
+        resumed_at: int | None,
+        console: Console | None = None,
+    ) -> None:
+        self.options = options
+        self.accelerator = accelerator
+        self.console = console or Console()
+        self._metrics = run_dir / METRICS_FILE
+        if not accelerator.is_main_process:
+            return
+        if options.jsonl:
+            _keep_until(self._metrics, resumed_at)
+        name = options.run_name or run_dir.resolve().name
+        accelerator.init_trackers(
+            options.project,
+            init_kwargs={
+                "tensorboard": {} if resumed_at is None else {"purge_step": resumed_at + 1},
+                "wandb": {"name": name, "id": tracker_ids.get("wandb"), "resume": "allow", "config": config},
+                "trackio": {"name": f"{name}-{tracker_ids.get('trackio')}", "resume": "allow", "config": config},
+            },
+        )
+
+    def log(self, kind: str, step: int, values: Values) -> None:
+        """One entry of `kind` ("train" or "eval") for the state after `step` steps; lists hold one number per label."""
+        if not self.accelerator.is_main_process:
+            return
+        if self.options.jsonl:
+            with self._metrics.open("a") as file:
+                file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        if self.options.console:
+            self.console.print(_table(step, values) if kind == "eval" else _line(step, values))
+        self.accelerator.log(_scalars(kind, values), step=step)
+
+    def close(self) -> None:
+        if self.accelerator.is_main_process:
+            self.accelerator.end_training()
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: on the GPU if it trains there, otherwise resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _keep_until(path: Path, resumed_at: int | None) -> None:
+    """Drop what belongs to steps after `resumed_at` (None: to any), and a torn last line."""
+    kept = []
+    if resumed_at is not None and path.exists():
+        lines = path.read_text().split("\n")
+        kept = [line for line in lines[:-1] if json.loads(line)["step"] <= resumed_at]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(line + "\n" for line in kept))
+    os.replace(partial, path)
+
+
+def _scalars(kind: str, values: Values) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            flat |= {f"{kind}/{name}/label_{i + 1}": entry for i, entry in enumerate(value) if entry is not None}
+        elif value is not None:
+            flat[f"{kind}/{name}"] = value
+    return flat
+
+
+_FORMATS = {"lr": "{:.2e}", "tokens_per_second": "{:,.0f}", "data_wait": "{:.0%}", "memory_gib": "{:.2f}"}
+
+
+def _number(name: str, value: float | None) -> str:
+    return "-" if value is None else _FORMATS.get(name, "{:.4g}").format(value)
+
+
+def _line(step: int, values: Values) -> str:
+    scalars = [f"{name} {_number(name, value)}" for name, value in values.items() if not isinstance(value, list)]
+    return f"step {step}  " + "  ".join(scalars)
+
+
+def _table(step: int, values: Values) -> Table:
+    table = Table(title=f"evaluation at step {step}", title_justify="left")
+    lists = {name: value for name, value in values.items() if isinstance(value, list)}
+    table.add_column("")
+    table.add_column("all", justify="right")
+    for label in range(max((len(value) for value in lists.values()), default=0)):
+        table.add_column(str(label + 1), justify="right")
+    for name, value in values.items():
+        if isinstance(value, list):
+            table.add_row(name, "", *(_number(name, entry) for entry in value))
+        else:
+            table.add_row(name, _number(name, value))
+    return table
