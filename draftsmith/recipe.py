@@ -1,0 +1,248 @@
+"""A whole run in one file: YAML and dotted overrides, checked against the sections that the rooms own."""
+
+import difflib
+import types
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, ValidationError
+from yaml import YAMLError
+
+from draftsmith.algorithms.registry import DraftSectionUnion
+from draftsmith.bench.options import BenchOptions
+from draftsmith.capture.options import CaptureOptions
+from draftsmith.data.options import DataOptions
+from draftsmith.errors import DraftsmithError
+from draftsmith.regenerate import RegenerateOptions
+from draftsmith.targets.options import TargetOptions
+from draftsmith.training.options import TrackOptions, TrainOptions
+
+SHIPPED_RECIPES = "recipes"
+
+
+class Section(BaseModel):
+    """Base of the sections that the recipe itself owns: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ExportOptions(Section):
+    """What `export` writes: the run's `best` (lowest evaluation loss) or `last` checkpoint, and in which layout."""
+
+    which: Literal["best", "last"] = "best"
+    layout: str = "zlab"
+
+
+class Recipe(Section):
+    """One run. Every stage writes below the directory `run`."""
+
+    run: Path
+    target: TargetOptions
+    draft: DraftSectionUnion
+    data: DataOptions = DataOptions()
+    regenerate: RegenerateOptions = RegenerateOptions()
+    capture: CaptureOptions = CaptureOptions()
+    train: TrainOptions = TrainOptions()
+    track: TrackOptions = TrackOptions()
+    export: ExportOptions = ExportOptions()
+    bench: BenchOptions = BenchOptions()
+
+    @property
+    def answers(self) -> Path:
+        """The answers that `regenerate` writes."""
+        return self.run / "answers.jsonl"
+
+    @property
+    def features(self) -> Path:
+        """The store that `capture` fills."""
+        return self.run / "features"
+
+    @property
+    def training(self) -> Path:
+        """The run checkpoints and metrics of `train`."""
+        return self.run / "train"
+
+    @property
+    def draft_directory(self) -> Path:
+        """The draft that `export` writes."""
+        return self.run / "draft"
+
+    @property
+    def bench_json(self) -> Path:
+        return self.run / "bench.json"
+
+    @property
+    def bench_page(self) -> Path:
+        return self.run / "bench.html"
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and applies overrides such as `train.lr=1e-4`.
+
+    `path` is a YAML file, or the name of a recipe that the package ships (`smollm2-dflash`). Raises `DraftsmithError` for
+    a missing or malformed file, a malformed override, and, all at once, every unknown key (with its section and the nearest
+    valid key) and every value that does not fit (with the field, the value and what is allowed).
+    """
+    source = find_recipe(path)
+    try:
+        config = OmegaConf.load(source)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise DraftsmithError(f"recipe {source} is not valid YAML: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise DraftsmithError(
+            f"recipe {source} holds a list; it must hold the sections {', '.join(Recipe.model_fields)}"
+        )
+    for override in overrides:
+        config = _apply(config, override)
+    try:
+        fields = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise DraftsmithError(f"recipe {source}: {error}") from error
+    return parse_recipe(fields, str(source))
+
+
+def parse_recipe(fields: Any, source: str = "recipe") -> Recipe:
+    """The recipe of plain nested fields; errors name `source`."""
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        faults = explain(error, Recipe)
+        raise DraftsmithError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults)) from error
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes that the package carries."""
+    folder = resources.files("draftsmith") / SHIPPED_RECIPES
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The file of a recipe: the path itself, or a shipped recipe of that name."""
+    file = Path(path)
+    if file.is_file():
+        return file
+    if str(path) in shipped_recipes():
+        return Path(str(resources.files("draftsmith") / SHIPPED_RECIPES / f"{path}.yaml"))
+    if file.is_dir():
+        raise DraftsmithError(f"{file} is a directory; a recipe is a YAML file")
+    raise DraftsmithError(
+        f"there is no recipe file {str(file)!r}; give the path of a YAML file, or one of the shipped recipes: "
+        f"{', '.join(shipped_recipes())}"
+    )
+
+
+def _apply(config: DictConfig, override: str) -> DictConfig:
+    key, equals, _ = override.partition("=")
+    if not equals or not key.strip():
+        raise DraftsmithError(f"override {override!r} is not of the form section.key=value, such as train.lr=1e-4")
+    try:
+        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+    except (OmegaConfBaseException, YAMLError, TypeError) as error:
+        raise DraftsmithError(f"override {override!r} cannot be applied: {error}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line for every fault: the field, the value, what is allowed; for an unknown key the nearest valid one."""
+    lines = []
+    for fault in error.errors(include_url=False):
+        location = [str(part) for part in fault["loc"]]
+        if fault["type"] == "extra_forbidden":
+            lines.append(_unknown_key(location, model))
+        elif fault["type"] == "missing":
+            lines.append(f"{'.'.join(_named(location, model))} is missing")
+        else:
+            name = ".".join(_named(location, model)) or "the recipe"
+            message = fault["msg"].removeprefix("Value error, ")
+            lines.append(f"{name} is {_shown(fault['input'])}: {message[0].lower()}{message[1:]}")
+    return list(dict.fromkeys(lines))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _unknown_key(location: Sequence[str], model: type[BaseModel]) -> str:
+    *section, key = location
+    owner = _model_at(section, model)
+    place = ".".join(_named(section, model))
+    where = f"in section `{place}`" if place else "at the top of the recipe"
+    known = sorted(owner.model_fields)
+    near = difflib.get_close_matches(key, known, n=1)
+    elsewhere = [".".join(path) for path in _paths_of(key, Recipe)] if model is Recipe else []
+    if near:
+        hint = f"did you mean `{near[0]}`?"
+    elif elsewhere:
+        hint = f"it belongs under `{elsewhere[0]}`"
+    else:
+        hint = f"valid keys: {', '.join(known)}"
+    return f"unknown key `{key}` {where}; {hint}"
+
+
+def _named(location: Sequence[str], model: type[BaseModel]) -> list[str]:
+    """The location as the user writes it: without the tags that pydantic adds for the members of a union."""
+    names: list[str] = []
+    current: Any = model
+    for part in location:
+        current, is_name = _step(current, part)
+        if is_name:
+            names.append(part)
+    return names
+
+
+def _model_at(location: Sequence[str], model: type[BaseModel]) -> type[BaseModel]:
+    current: Any = model
+    for part in location:
+        current, _ = _step(current, part)
+    found = next(iter(_models(current)), None)
+    assert found is not None, f"{'.'.join(location)} holds no section"
+    return found
+
+
+def _step(current: Any, part: str) -> tuple[Any, bool]:
+    """Follows one part of an error's location: the annotation it leads to, and whether it is a name in the file."""
+    models = _models(current)
+    for candidate in models:
+        if part in candidate.model_fields:
+            return candidate.model_fields[part].annotation, True
+    for candidate in models:
+        if part == candidate.__name__ or part in _tags(candidate):
+            return candidate, False
+    return None, part.isdigit() or not models
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation may hold: itself, or the members of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _models(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [model for member in get_args(annotation) for model in _models(member)]
+    return []
+
+
+def _tags(model: type[BaseModel]) -> set[str]:
+    """The values of a model's literal fields: what may serve as its tag in a discriminated union."""
+    return {
+        str(value)
+        for field in model.model_fields.values()
+        if get_origin(field.annotation) is Literal
+        for value in get_args(field.annotation)
+    }
+
+
+def _paths_of(key: str, model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
+    """Every place of the recipe that has a field of this name."""
+    for name, field in model.model_fields.items():
+        for inner in _models(field.annotation):
+            if key in inner.model_fields:
+                yield (*above, name)
+            yield from _paths_of(key, inner, (*above, name))

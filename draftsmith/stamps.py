@@ -1,0 +1,103 @@
+"""Which stages of a run directory are done, and with what settings."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import DraftsmithError
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """The stamps of one run directory: per stage a JSON file with its settings and whether it is finished.
+
+    `redo`: what happens to a stage whose settings have changed: True, its outputs are removed and it runs again; False, it
+    is an error that names the changed settings.
+    """
+
+    run: Path
+    redo: bool
+
+    def perform(
+        self, stage: str, settings: Mapping[str, Any], outputs: Sequence[Path], work: Callable[[], object]
+    ) -> bool:
+        """Runs `work` unless the stage is finished with these settings and all its `outputs` are there.
+
+        A stage that was interrupted under the same settings is continued: its outputs are left for `work` to pick up.
+        Returns whether it ran. Raises `DraftsmithError` for changed settings unless `redo`.
+        """
+        settings = json.loads(json.dumps(settings, default=str))
+        stamp = self._read(stage)
+        if stamp is not None and stamp["settings"] != settings:
+            if not self.redo:
+                raise DraftsmithError(self._changed(stage, stamp["settings"], settings))
+            self.forget(stage, outputs)
+            stamp = None
+        if stamp is not None and stamp["finished"] and all(path.exists() for path in outputs):
+            return False
+        self._write(stage, settings, finished=False)
+        work()
+        self._write(stage, settings, finished=True)
+        return True
+
+    def forget(self, stage: str, outputs: Sequence[Path]) -> None:
+        """Removes a stage's stamp and outputs."""
+        self._path(stage).unlink(missing_ok=True)
+        for path in outputs:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _path(self, stage: str) -> Path:
+        return self.run / "stages" / f"{stage}.json"
+
+    def _read(self, stage: str) -> dict[str, Any] | None:
+        path = self._path(stage)
+        if not path.exists():
+            return None
+        try:
+            stamp = json.loads(path.read_text(encoding="utf-8"))
+            return {"settings": stamp["settings"], "finished": stamp["finished"]}
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DraftsmithError(
+                f"{path} is damaged ({error}); remove it to run the stage `{stage}` again from what its outputs hold"
+            ) from error
+
+    def _write(self, stage: str, settings: Any, *, finished: bool) -> None:
+        path = self._path(stage)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"finished": finished, "settings": settings}, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    def _changed(self, stage: str, before: Any, now: Any) -> str:
+        flat_before, flat_now = dict(flatten(before)), dict(flatten(now))
+        names = [name for name in flat_before | flat_now if flat_before.get(name) != flat_now.get(name)]
+        changes = "\n".join(
+            f"  {name}: {flat_before.get(name, 'not set')} then, {flat_now.get(name, 'not set')} now" for name in names
+        )
+        return (
+            f"{self.run} holds the stage `{stage}` made with other settings:\n{changes}\n"
+            f"choose another directory (run=DIR), or pass --fresh to remove that stage's output and make it anew"
+        )
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as (dotted name, leaf value)."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def file_digest(path: Path) -> str:
+    """The sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
