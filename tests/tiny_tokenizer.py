@@ -27,8 +27,8 @@ GENERATION_TEMPLATE = (
 def tiny_tokenizer(with_generation_tag: bool = False, chat_template: bool = True) -> PreTrainedTokenizerFast:
     """A ChatML tokenizer with fewer than 200 tokens; ASCII text survives encoding and decoding unchanged.
 
-    `with_generation_tag` marks the assistant's tokens with {% generation %} in the template; `chat_template` False leaves
-    the template out. End of turn (and eos) is <|im_end|>, padding <|endoftext|>.
+    `with_generation_tag` marks the assistant's tokens with {% generation %} in the template; `chat_template` False
+    leaves the template out. End of turn (and eos) is <|im_end|>, padding <|endoftext|>.
     """
     vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
     for symbol in ["Ċ", "Ġ", *(chr(code) for code in range(33, 127))]:

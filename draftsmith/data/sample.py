@@ -7,10 +7,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation: `id` (unique in its file) and chat `messages` ({"role": ..., "content": ...}, in order)."""
+    """One conversation: `id` (unique in its file) and chat `messages` ({"role": ..., "content": ...}, in order).
+
+    `finished` False says that the last answer was cut off by a length limit, so that the assistant did not end its turn
+    there and the end-of-turn token after it is not the assistant's.
+    """
 
     id: str
     messages: tuple[dict[str, str], ...]
+    finished: bool = True
 
 
 @dataclass(frozen=True)
