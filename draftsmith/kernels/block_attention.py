@@ -241,7 +241,11 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, chunk: in
         raise ValueError(f"cache shapes {tuple(k_cache.shape)}, {tuple(v_cache.shape)} do not fit q {tuple(q.shape)}")
     if heads % k_cache.shape[1]:
         raise ValueError(f"{heads} query heads are not a multiple of {k_cache.shape[1]} key/value heads")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+    if (
+        q.dtype not in (torch.bfloat16, torch.float16, torch.float32)
+        or k_cache.dtype != q.dtype
+        or v_cache.dtype != q.dtype
+    ):
         raise ValueError(f"dtypes {q.dtype}, {k_cache.dtype}, {v_cache.dtype}: all must be one of bf16, fp16, fp32")
     if q.stride(3) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("the head dimension of q and of the caches must be contiguous")

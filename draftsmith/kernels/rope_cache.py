@@ -1,0 +1,147 @@
+"""From one joined q/k/v projection to normed, rotated queries, and keys and values in the cache, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rope_cache_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    start: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
+) -> Tensor:
+    """Plain PyTorch for `rope_cache` (writes the caches in place, returns q)."""
+    batch, width, _ = qkv.shape
+    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    split = qkv.view(batch, width, heads + 2 * kv_heads, dim)
+    q, k, v = split[:, :, :heads], split[:, :, heads : heads + kv_heads], split[:, :, heads + kv_heads :]
+    q, k = (_norm(t, w, eps, unit_offset) for t, w in ((q, q_weight), (k, k_weight)))
+    q, k = (_rotate(t, cos, sin) for t in (q, k))
+    rows = torch.arange(batch, device=qkv.device)[:, None]
+    positions = start[:, None] + torch.arange(width, device=qkv.device)
+    k_cache[rows, :, positions] = k
+    v_cache[rows, :, positions] = v
+    return q.transpose(1, 2)
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool) -> Tensor:
+    if weight is None:
+        return x
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (1.0 + weight.float())).to(x.dtype) if unit_offset else weight * normed.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotary = cos.shape[-1]
+    turned, kept = x[..., :rotary], x[..., rotary:]
+    low, high = turned.chunk(2, -1)
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    return torch.cat([turned * cos + torch.cat([-high, low], -1) * sin, kept], -1)
+
+
+@triton.jit
+def _rope_cache_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, start_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
+    qkv_stride_b, qkv_stride_w, cos_stride_b, cos_stride_w,
+    k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = (token // WIDTH).to(tl.int64)
+    slot = token % WIDTH
+    position = tl.load(start_ptr + batch).to(tl.int64) + slot
+    dims = tl.arange(0, BLOCK)
+    inside = dims < DIM
+    dtype = q_ptr.dtype.element_ty
+    source = qkv_ptr + batch * qkv_stride_b + slot * qkv_stride_w + head * DIM
+    if head >= HEADS + KV_HEADS:
+        v = tl.load(source + dims, mask=inside, other=0.0)
+        target = v_ptr + batch * v_stride_b + (head - HEADS - KV_HEADS) * v_stride_h + position * v_stride_n
+        tl.store(target + dims, v, mask=inside)
+    else:
+        half: tl.constexpr = ROTARY // 2
+        rotary = dims < ROTARY
+        # The partner of a rotated dimension lies half the rotary width away.
+        partner = tl.where(dims < half, dims + half, dims - half)
+        partner = tl.where(rotary, partner, dims)
+        x = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+            weight_ptr = k_weight_ptr
+            if head < HEADS:
+                weight_ptr = q_weight_ptr
+            w_x = tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+            w_o = tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
+            if UNIT_OFFSET:
+                x = (x * scale * (1.0 + w_x)).to(dtype).to(tl.float32)
+                other = (other * scale * (1.0 + w_o)).to(dtype).to(tl.float32)
+            else:
+                x = ((x * scale).to(dtype).to(tl.float32) * w_x).to(dtype).to(tl.float32)
+                other = ((other * scale).to(dtype).to(tl.float32) * w_o).to(dtype).to(tl.float32)
+        table = batch * cos_stride_b + slot * cos_stride_w + dims
+        cos = tl.load(cos_ptr + table, mask=inside & rotary, other=1.0).to(dtype).to(tl.float32)
+        sin = tl.load(sin_ptr + table, mask=inside & rotary, other=0.0).to(dtype).to(tl.float32)
+        sign = tl.where(dims < half, -1.0, 1.0)
+        # Each product is rounded before the sum, as the model's own code does.
+        turned = (x * cos).to(dtype).to(tl.float32) + (sign * other * sin).to(dtype).to(tl.float32)
+        out = turned.to(dtype)
+        if head < HEADS:
+            target = q_ptr + (token.to(tl.int64) * HEADS + head) * DIM
+        else:
+            target = k_ptr + batch * k_stride_b + (head - HEADS) * k_stride_h + position * k_stride_n
+        tl.store(target + dims, out, mask=inside)
+
+
+def rope_cache(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    start: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
+) -> Tensor:
+    """Norm and rotate queries and keys, write keys and values to the cache.
+
+    qkv [batch, w, (heads + 2 kv_heads) * dim], q first, then k, then v; cos, sin [batch or 1, w, rotary], the two halves
+    alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, which is also
+    where its key and value go; k_cache, v_cache [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim]
+    of the per-head RMS norms, both or neither. Returns q [batch, heads, w, dim].
+    """
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
+    batch, width, _ = qkv.shape
+    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    if qkv.shape[2] != (heads + 2 * kv_heads) * dim or qkv.stride(2) != 1:
+        raise ValueError(f"qkv {tuple(qkv.shape)} does not hold {heads} + 2 x {kv_heads} heads of {dim} contiguously")
+    q = torch.empty(batch, width, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        raise ValueError("cos and sin must be laid out alike, with the rotary dimension contiguous")
+    placeholder = qkv
+    _rope_cache_kernel[(batch * width, heads + 2 * kv_heads)](
+        qkv, cos, sin, start, placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
+        q, k_cache, v_cache, qkv.stride(0), qkv.stride(1), cos.stride(0), cos.stride(1),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
+        WIDTH=width, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[2],
+        BLOCK=triton.next_power_of_2(dim), HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=1,
+    )  # fmt: skip
+    return q.transpose(1, 2)

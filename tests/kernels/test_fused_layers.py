@@ -1,0 +1,70 @@
+"""RMS norm, gated activation and rope-and-cache against their plain references."""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from draftsmith.kernels.gated_activation import gated_activation, gated_activation_reference
+from draftsmith.kernels.rms_norm import rms_norm, rms_norm_reference
+from draftsmith.kernels.rope_cache import rope_cache, rope_cache_reference
+
+DTYPES = [torch.float32, torch.float16]
+
+
+def _close(actual, expected):
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [33, 576])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_rms_norm(dtype, width, with_residual, unit_offset):
+    torch.manual_seed(width)
+    x, weight = torch.randn(2, 3, width).to(dtype), torch.randn(width).to(dtype)
+    residual = torch.randn(2, 3, width).to(dtype) if with_residual else None
+    for actual, expected in zip(
+        rms_norm(x, weight, 1e-6, residual, unit_offset=unit_offset),
+        rms_norm_reference(x, weight, 1e-6, residual, unit_offset=unit_offset),
+        strict=True,
+    ):
+        _close(actual, expected)
+    changed = weight.clone()
+    changed[-1] += 1
+    assert not torch.equal(rms_norm(x, changed, 1e-6)[0], rms_norm(x, weight, 1e-6)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated_activation(dtype, activation):
+    torch.manual_seed(1)
+    x = 3 * torch.randn(2, 5, 2 * 1100).to(dtype)
+    _close(gated_activation(x, activation), gated_activation_reference(x, activation))
+    with pytest.raises(ValueError, match="relu"):
+        gated_activation(x, "relu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (96, 96), (64, 32)])
+@pytest.mark.parametrize(("norm", "unit_offset"), [(False, False), (True, False), (True, True)])
+def test_rope_cache(dtype, dim, rotary, norm, unit_offset):
+    torch.manual_seed(dim + rotary)
+    batch, width, heads, kv_heads, length = 3, 4, 6, 2, 20
+    qkv = torch.randn(batch, width, (heads + 2 * kv_heads) * dim).to(dtype)
+    start = torch.tensor([0, 16, 7])
+    angles = torch.rand(batch, width, rotary // 2) * 6
+    cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
+    weights = [torch.randn(dim).to(dtype) if norm else None for _ in range(2)]
+    options = dict(heads=heads, q_weight=weights[0], k_weight=weights[1], eps=1e-6, unit_offset=unit_offset)
+    results = []
+    for function in (rope_cache, rope_cache_reference):
+        caches = [torch.full((batch, kv_heads, length, dim), 7.0).to(dtype) for _ in range(2)]
+        results.append((function(qkv, cos, sin, start, *caches, **options), *caches))
+    for actual, expected in zip(*results, strict=True):
+        _close(actual, expected)
+    assert (results[0][1][0, :, 4:] == 7.0).all(), "entries past the block are untouched"
