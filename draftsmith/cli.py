@@ -22,8 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train, convert and run DFlash-family drafters for lossless speculative decoding.\n\n"
     "The way of a run: **regenerate** answers, **capture** features, **train**, **export**, **bench**. Every command "
-    "takes a recipe (a YAML file, or the name of a shipped one) and dotted overrides, and works below the directory that "
-    "the recipe calls `run`. Begin with `draftsmith demo`.",
+    "takes a recipe (a YAML file, or the name of a shipped one) and dotted overrides, and works below the directory "
+    "that the recipe calls `run`. Begin with `draftsmith demo`.",
 )
 
 RecipeArgument = Annotated[
@@ -36,7 +36,7 @@ OverridesArgument = Annotated[
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Remove what this stage has made before, and make it anew.")]
 DraftOption = Annotated[
     Path | None,
-    typer.Option("--draft", help="A draft directory. Left out: the one that `export` wrote for this recipe."),
+    typer.Option("--draft", help="A draft directory. Left out: the one that `export` wrote."),
 ]
 
 
@@ -77,8 +77,8 @@ def regenerate(recipe: RecipeArgument, overrides: OverridesArgument = None, fres
 def capture(recipe: RecipeArgument, overrides: OverridesArgument = None, fresh: FreshOption = False) -> None:
     """Runs the target over conversations and stores the features that the draft's method needs.
 
-    Reads `data.conversations`, or the run's regenerated answers; writes the store `RUN/features`. Says beforehand how many
-    tokens and bytes that will be. An interrupted capture continues where it stopped.
+    Reads `data.conversations`, or the run's regenerated answers; writes the store `RUN/features`. Says beforehand how
+    many tokens and bytes that will be. An interrupted capture continues where it stopped.
 
     Example: `draftsmith capture my.yaml data.conversations=chats.jsonl`
     """
@@ -95,8 +95,8 @@ def train(
 ) -> None:
     """Trains a draft on a feature store.
 
-    Reads `RUN/features`; writes checkpoints, `metrics.jsonl` and TensorBoard files below `RUN/train`. Ctrl-C finishes the
-    running step, saves and stops; `--resume` goes on from there.
+    Reads `RUN/features`; writes checkpoints, `metrics.jsonl` and TensorBoard files below `RUN/train`. Ctrl-C finishes
+    the running step, saves and stops; `--resume` goes on from there.
 
     Example: `draftsmith train my.yaml train.lr=3e-4 train.epochs=2`
     """
@@ -126,7 +126,7 @@ def generate(
     overrides: OverridesArgument = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="What to ask; may be given several times. Left out: stdin."),
+        typer.Option("--prompt", "-p", help="What to ask; may be repeated. Left out: standard input."),
     ] = None,
     draft: DraftOption = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without a draft.")] = False,
@@ -140,12 +140,17 @@ def generate(
 
     Example: `draftsmith generate my.yaml -p "Count to twenty." --max-new-tokens 100`
     """
-    from draftsmith.sampling_request import SamplingRequest
-
     with _workspace(recipe, overrides) as workspace:
         texts = prompt or [sys.stdin.read().strip()]
         workspace.generate(
-            texts, SamplingRequest(max_new_tokens, temperature, top_p, top_k, seed), draft=draft, plain=plain
+            texts,
+            draft=draft,
+            plain=plain,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
         )
 
 

@@ -84,8 +84,8 @@ class _LogStage:
 class ConsoleProgress:
     """Draws the stages of `draftsmith.progress` on a Rich console (standard error unless another is given).
 
-    A stage opened while another runs is drawn below it. In a terminal each stage is a bar; elsewhere (a log file, CI) it
-    is a line every 15 seconds and one at its end.
+    A stage opened while another runs is drawn below it. In a terminal each stage is a bar; elsewhere (a log file, CI)
+    it is a line every 15 seconds and one at its end.
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -83,9 +83,9 @@ class Recipe(Section):
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies overrides such as `train.lr=1e-4`.
 
-    `path` is a YAML file, or the name of a recipe that the package ships (`smollm2-dflash`). Raises `DraftsmithError` for
-    a missing or malformed file, a malformed override, and, all at once, every unknown key (with its section and the nearest
-    valid key) and every value that does not fit (with the field, the value and what is allowed).
+    `path` is a YAML file, or the name of a recipe that the package ships (`smollm2-dflash`). Raises `DraftsmithError`
+    for a missing or malformed file, a malformed override, and, all at once, every unknown key (with its section and the
+    nearest valid key) and every value that does not fit (with the field, the value and what is allowed).
     """
     source = find_recipe(path)
     try:

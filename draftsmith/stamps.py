@@ -16,8 +16,8 @@ from draftsmith.errors import DraftsmithError
 class Stamps:
     """The stamps of one run directory: per stage a JSON file with its settings and whether it is finished.
 
-    `redo`: what happens to a stage whose settings have changed: True, its outputs are removed and it runs again; False, it
-    is an error that names the changed settings.
+    `redo`: what happens to a stage whose settings have changed: True, its outputs are removed and it runs again; False,
+    it is an error that names the changed settings.
     """
 
     run: Path

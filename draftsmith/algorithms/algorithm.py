@@ -1,7 +1,7 @@
 """What a method is: the contract that one file per method fulfils, and that capture, training and decoding ask.
 
-A method states here, once, which features it needs (`capture`), how its blocks line up (`block_layout`), which network it
-trains (`draft_config`), what is summed and divided by what (`objective`), and how a block is filled with tokens
+A method states here, once, which features it needs (`capture`), how its blocks line up (`block_layout`), which head its
+network has (`head_config`), what is summed and divided by what (`objective`), and how a block is filled with tokens
 (`proposer`). Nothing outside `algorithms/` asks a method for its name to decide what to do.
 """
 
@@ -21,7 +21,6 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.targets.ends import TargetEnds
 
-
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -30,8 +29,8 @@ class BlockOutputs:
     """What one training forward hands to the objective.
 
     hidden [R, N, B, H], the draft's final normed state of every slot; blocks as built from the batch; final_state
-    [R, S, H], the target's own (only where `CaptureLayout.final_state` asks); progress in [0, 1), the share of the run's
-    optimiser steps already done.
+    [R, S, H], the target's own (only where `CaptureLayout.final_state` asks); progress in [0, 1), the share of the
+    run's optimiser steps already done.
     """
 
     hidden: Tensor
@@ -66,9 +65,9 @@ class Objective(Protocol):
 class TokenSampler(Protocol):
     """How a proposer turns logits into tokens under the request's sampling options (given by the engine).
 
-    `sampler(logits [batch, V], draw)` -> (ids [batch] int64, q [batch, V] or None). Greedy: argmax, ties to the lowest id,
-    q None. Sampling: draws from the processed distribution and returns it as q. `draw` (0, 1, ...) numbers the draws of one
-    block, so that each uses fresh randomness of its row's own stream.
+    `sampler(logits [batch, V], draw)` -> (ids [batch] int64, q [batch, V] or None). Greedy: argmax, ties to the lowest
+    id, q None. Sampling: draws from the processed distribution and returns it as q. `draw` (0, 1, ...) numbers the draws
+    of one block, so that each uses fresh randomness of its row's own stream.
     """
 
     def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]: ...
@@ -79,7 +78,8 @@ class Proposals:
     """The tokens a block proposes.
 
     token_ids [batch, P] int64; q [batch, P, V], the distribution each was drawn from, None for deterministic proposals;
-    count [batch] int64, how many of the P are worth verifying (None: all); the verifier treats the rest as not proposed.
+    count [batch] int64, how many of the P are worth verifying (None: all); the verifier treats the rest as not
+    proposed.
     """
 
     token_ids: Tensor
@@ -93,7 +93,8 @@ class Proposer(Protocol):
     num_proposals: int
 
     def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], the draft's final states of the block; anchor_ids [batch] int64, the last committed token."""
+        """hidden [batch, B, H], the draft's final states of the block; anchor_ids [batch] int64, the last committed
+        token."""
         ...
 
 
@@ -108,8 +109,8 @@ class Options(BaseModel):
 
 class DraftSection(Options):
     """The recipe's `draft` section as far as all methods share it; each method derives its own, with its `algorithm`
-    literal, its head's sizes and its `objective` options. None means: from the checkpoint of `init_from`, or, for a fresh
-    draft, from the target's own configuration (and printed)."""
+    literal, its head's sizes and its `objective` options. None means: from the checkpoint of `init_from`, or, for a
+    fresh draft, from the target's own configuration (`build.draft_config` says how)."""
 
     algorithm: str
     init_from: str | None = None
@@ -164,8 +165,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are the
-        method's own decoding options by name; one that it does not have is an error."""
+        """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are
+        the method's own decoding options by name; one that it does not have is an error."""
 
     def visible_slots(self, section: Any, block_size: int) -> "Callable[[np.random.Generator, int], np.ndarray] | None":
         """How many leading slots of each training block carry their real tokens: None, just the anchor; otherwise a

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -60,7 +60,7 @@ class DFlashObjective:
         return Terms(numerator, denominator, metrics)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DFlashProposer:
     """Each slot's most likely token, ties to the lowest id. Deterministic also when the request samples: slots know
     nothing of each other, and tokens drawn independently would rarely fit together."""
@@ -81,7 +81,7 @@ class DFlash(Algorithm):
     architecture = "dflash"
     summary = "Masked block, every slot predicted at once by itself"
     paper = "arXiv 2602.06036"
-    section = DFlashSection
+    section: ClassVar[type[DraftSection]] = DFlashSection
 
     def head_config(self, section: Any) -> dict[str, Any]:
         return {}

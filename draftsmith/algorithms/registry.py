@@ -1,16 +1,17 @@
 """Every method, by name."""
 
-import difflib
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.dflash import DFlash, DFlashSection
+from draftsmith.algorithms.dta import DTA, DTASection
+from draftsmith.drafts.checks import nearest
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
 
-_ALGORITHMS: dict[str, Algorithm] = {method.name: method for method in (DFlash(),)}
+_ALGORITHMS: dict[str, Algorithm] = {method.name: method for method in (DFlash(), DTA())}
 
 
 def all_algorithms() -> tuple[Algorithm, ...]:
@@ -34,17 +35,18 @@ def algorithm_for(config: DraftConfig) -> Algorithm:
 
 
 def _unknown(what: str, name: object, known: list[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}; known: {', '.join(known)}{hint}"
+    return f"unknown {what} {name!r}; known: {', '.join(known)}{nearest(str(name), known)}"
 
 
 def _check_algorithm(section: Any) -> Any:
     """Name the nearest method when a recipe's own is unknown."""
-    if isinstance(section, dict) and "algorithm" in section and section["algorithm"] not in list(_ALGORITHMS):
-        raise ValueError(_unknown("algorithm", section["algorithm"], list(_ALGORITHMS)))
+    names = list(_ALGORITHMS)
+    if isinstance(section, dict) and "algorithm" in section and section["algorithm"] not in names:
+        raise ValueError(_unknown("algorithm", section["algorithm"], names))
     return section
 
 
-DraftSectionUnion = Annotated[DFlashSection, BeforeValidator(_check_algorithm)]
+DraftSectionUnion = Annotated[
+    Annotated[DFlashSection | DTASection, Field(discriminator="algorithm")], BeforeValidator(_check_algorithm)
+]
 """The recipe's `draft` section, typed by its `algorithm`."""

@@ -74,8 +74,8 @@ def render_with_assistant_mask(
     """
     if not tokenizer.is_fast:
         raise DraftsmithError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer, which {{% generation %}} in a chat template needs; give "
-            "a template without it (data.chat_template)"
+            f"{type(tokenizer).__name__} is not a fast tokenizer, which {{% generation %}} in a chat template needs; "
+            "give a template without it (data.chat_template)"
         )
     rendered = _apply(messages, tokenizer, options, return_dict=True, return_assistant_tokens_mask=True)
     return [int(token) for token in rendered["input_ids"]], [bool(flag) for flag in rendered["assistant_masks"]]

@@ -24,9 +24,9 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     """The training conversations of a JSONL file, in its order.
 
     A line holds `messages` ([{"role", "content"}, ...]) or `conversations` (ShareGPT: [{"from", "value"}, ...]), and
-    perhaps `id` (otherwise FILESTEM-LINE) and `finish_reason` ("length": the last answer was cut off). Other keys of the
-    line are not read. DraftsmithError, with file and line: missing file, no line, bad JSON, another layout, unknown or
-    misplaced roles, empty messages, ids used twice, and prompts without answers (`turns`), which `regenerate` answers.
+    perhaps `id` (otherwise FILESTEM-LINE) and `finish_reason` ("length": the last answer was cut off). Other keys of
+    the line are not read. DraftsmithError, with file and line: missing file, no line, bad JSON, another layout, unknown
+    or misplaced roles, empty messages, ids used twice, and prompts without answers (`turns`): `regenerate` answers them.
     """
     return parse_records(Path(path), "conversation", _conversation)
 
@@ -118,10 +118,8 @@ def _check_order(messages: list[dict[str, str]], layout: str) -> None:
         if role == "system" and index:
             raise RecordError(f"{layout}[{index}]: a system message can only come first")
         if role == "assistant" and previous not in ("user", "tool"):
-            raise RecordError(
-                f"{layout}[{index}]: an assistant message {f'after a {previous} message' if previous else 'comes first'}; "
-                "it must follow a user or tool message"
-            )
+            place = f"after a {previous} message" if previous else "at the start"
+            raise RecordError(f"{layout}[{index}]: an assistant message {place}; it must follow a user or tool message")
         # An assistant may end its turn at once, which is an answer too; a blank question is a fault of the file.
         if role != "assistant" and not message["content"].strip():
             raise RecordError(f"{layout}[{index}]: the {role} message is empty")

@@ -51,8 +51,8 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
 def parse_records(path: Path, kind: str, parse: Callable[[dict[str, Any], str], Parsed]) -> list[Parsed]:
     """Parses every record of a JSONL file: `parse(record, id)` with the record's `id`, or FILESTEM-LINE without one.
 
-    `parse` raises `RecordError` for a faulty record. All faults are gathered into one error that shows the first few, so
-    that a file can be mended in one go. DraftsmithError: also for an empty file and for ids used twice.
+    `parse` raises `RecordError` for a faulty record. All faults are gathered into one error that shows the first few,
+    so that a file can be mended in one go. DraftsmithError: also for an empty file and for ids used twice.
     """
     parsed: list[Parsed] = []
     problems: list[str] = []

@@ -29,16 +29,16 @@ class DataOptions(BaseModel):
     )
     system_prompt: str = Field(
         default=TEMPLATE_SYSTEM_PROMPT,
-        description=f'"{TEMPLATE_SYSTEM_PROMPT}" leaves it to the template (which may add a default one); any other text '
-        "becomes the system message of conversations that have none of their own.",
+        description=f'"{TEMPLATE_SYSTEM_PROMPT}" leaves it to the template (which may add a default one); any other '
+        "text becomes the system message of conversations that have none of their own.",
     )
     enable_thinking: bool | None = Field(
         default=None, description="Given to the chat template as `enable_thinking`; unset: the template's default."
     )
     turns: Literal["together", "apart"] = Field(
         default="together",
-        description="One sample for a whole conversation, or one for each answer with the turns before it. Templates that "
-        "rewrite earlier turns (dropping their reasoning, say) need `apart`.",
+        description="One sample for a whole conversation, or one for each answer with the turns before it. Templates "
+        "that rewrite earlier turns (dropping their reasoning, say) need `apart`.",
     )
     max_length: int = Field(default=2048, ge=2, description="The most tokens of one sample.")
     overlong: Literal["cut", "skip", "error"] = Field(
@@ -59,5 +59,5 @@ class DataOptions(BaseModel):
             return self.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DraftsmithError(
-                f"data.chat_template: cannot read {self.chat_template} ({error}); give a file that holds a Jinja template"
+                f"data.chat_template: cannot read {self.chat_template} ({error}); give a file with a Jinja template"
             ) from error

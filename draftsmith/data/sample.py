@@ -22,7 +22,8 @@ class Conversation:
 class Sample:
     """A tokenised conversation.
 
-    `input_ids` [S] int64; `loss_mask` [S] bool, True on the tokens that the assistant wrote (end-of-turn token included).
+    `input_ids` [S] int64; `loss_mask` [S] bool, True on the tokens that the assistant wrote (end-of-turn token
+    included).
     """
 
     id: str

@@ -38,8 +38,8 @@ class TokenizeReport:
 
     conversations read; samples kept, with their tokens and supervised_tokens; cut: samples shortened to `max_length`;
     skipped: samples left out for their length; unsupervised: samples left out for want of a supervised token (after
-    cutting); mismatched: conversations left out because the template hides their answers; default_system_prompt: what the
-    template adds to conversations without a system message.
+    cutting); mismatched: conversations left out because the template hides their answers; default_system_prompt: what
+    the template adds to conversations without a system message.
     """
 
     conversations: int = 0
@@ -104,7 +104,7 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, opt
     """One conversation as the target is served it, uncut: `max_length` is `tokenize_all`'s to apply.
 
     Supervised are the tokens of every answer (with `turns: apart`, of the last one) up to and including its end-of-turn
-    token, not the header before it. The mask comes from {% generation %} where the template has it; otherwise every answer
+    token, not the header before it. The mask comes from {% generation %} where the template has it; otherwise an answer
     lies between the rendering up to it with a generation prompt and the rendering up to its end, each of which must be
     a token prefix of the next. An answer that was cut off ends the sample before the template's end-of-turn token.
 
@@ -170,9 +170,9 @@ def _prefix_spans(
             spans.append((start, end))
             continue
         raise TemplateMismatch(
-            f"conversation {identity!r}, message {index}: {template_name(tokenizer, options)} does not show which tokens the "
-            f"assistant wrote: {cause}. Otherwise give a template with {{% generation %}} (data.chat_template: FILE), or "
-            "leave such conversations out (data.template_mismatch: skip)"
+            f"conversation {identity!r}, message {index}: {template_name(tokenizer, options)} does not show which tokens "
+            f"the assistant wrote: {cause}. Otherwise give a template with {{% generation %}} (data.chat_template: FILE), "
+            "or leave such conversations out (data.template_mismatch: skip)"
         )
     return full, spans
 
@@ -195,7 +195,7 @@ def _end_of_turn(ids: Sequence[int], start: int, tokenizer: PreTrainedTokenizerB
     special = special_token_ids(tokenizer)
     for index in range(len(ids) - 1, start - 1, -1):
         if ids[index] in special:
-            return index + 1 if not tokenizer.decode(list(ids[index + 1 :])).strip() else len(ids)
+            return index + 1 if not str(tokenizer.decode(list(ids[index + 1 :]))).strip() else len(ids)
     return len(ids)
 
 
@@ -216,8 +216,8 @@ def _marked_spans(
     answers = sum(message["role"] == "assistant" for message in messages)
     if len(spans) != answers:
         raise TemplateMismatch(
-            f"conversation {identity!r}: {template_name(tokenizer, options)} marks {len(spans)} spans with {{% generation %}} "
-            f"for {answers} answers; mend the template (data.chat_template: FILE), or leave such conversations out "
+            f"conversation {identity!r}: {template_name(tokenizer, options)} marks {len(spans)} spans with "
+            f"{{% generation %}} for {answers} answers; mend the template (data.chat_template: FILE), or leave such conversations out "
             "(data.template_mismatch: skip)"
         )
     eos = tokenizer.eos_token_id
@@ -234,8 +234,8 @@ def _fit(sample: Sample, options: DataOptions, report: TokenizeReport) -> Sample
         return sample
     if options.overlong == "error":
         raise DraftsmithError(
-            f"conversation {sample.id!r} has {length} tokens, more than data.max_length {options.max_length}; raise it, or "
-            "set data.overlong to cut or skip"
+            f"conversation {sample.id!r} has {length} tokens, more than data.max_length {options.max_length}; raise it, "
+            "or set data.overlong to cut or skip"
         )
     if options.overlong == "skip":
         report.skipped += 1

@@ -1,0 +1,11 @@
+"""The heads of the family: one file each, with a typed configuration and a module, found by the draft's
+architecture."""
+
+from draftsmith.drafts.heads.head import HeadConfig, HeadSpec
+
+__all__ = ["HEADS", "HeadConfig", "HeadSpec"]
+
+HEADS: dict[str, HeadSpec] = {
+    "dflash": HeadSpec(),
+}
+"""Architecture (`DraftConfig.architecture`) -> what it adds to the backbone."""
