@@ -1,0 +1,1 @@
+"""Training: from a feature store to run checkpoints."""

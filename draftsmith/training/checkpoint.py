@@ -27,9 +27,9 @@ POSITION = "position.json"
 class Position(BaseModel):
     """Where a run stands after `step` optimiser steps (JSON in the checkpoint).
 
-    `epoch` and `step_in_epoch` say which step comes next; `evaluation` holds the held-out averages measured at this step,
-    if any were, and `score` the one that says which checkpoint is best (higher is better); `files` the size of every
-    other file, by which a damaged checkpoint is recognised.
+    `epoch` and `step_in_epoch` say which step comes next; `evaluation` holds the held-out averages measured at this
+    step, if any were, and `score` the one that says which checkpoint is best (higher is better); `files` the size of
+    every other file, by which a damaged checkpoint is recognised.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

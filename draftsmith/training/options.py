@@ -12,12 +12,13 @@ class _Section(BaseModel):
 
 
 class TrainOptions(_Section):
-    """How a draft is trained. A step always means one optimiser step of the whole run, whatever the number of processes.
+    """How a draft is trained. A step always means one optimiser step of the whole run, whatever the number of
+    processes.
 
-    Length: `epochs` passes over the store, or exactly `max_steps` steps when that is given (as many passes as it takes).
-    Batch: a row holds whole documents, up to `tokens_per_row` tokens; a step consumes `rows_per_step` rows of all processes
-    together, `rows_per_forward` at a time in each; the ratio is the gradient accumulation.
-    Optimiser: AdamW on fp32 weights; the learning rate warms up linearly over `warmup_ratio` of the steps to `lr` and falls
+    Length: `epochs` passes over the store, or exactly `max_steps` steps when that is given (as many passes as it
+    takes). Batch: a row holds whole documents, up to `tokens_per_row` tokens; a step consumes `rows_per_step` rows of
+    all processes together, `rows_per_forward` at a time in each; the ratio is the gradient accumulation. Optimiser:
+    AdamW on fp32 weights; the learning rate warms up linearly over `warmup_ratio` of the steps to `lr` and falls
     along a cosine to `lr * min_lr_ratio`; `weight_decay` applies to matrices only; `clip` bounds the gradient's norm
     (None: not clipped).
     """
@@ -72,11 +73,13 @@ class TrainOptions(_Section):
 
 
 RESUME_FIXED = ("tokens_per_row", "rows_per_step", "num_anchors", "seed", "eval_share", "betas", "best_by")
-"""Options that a resumed run must share with its checkpoint: the data position or the optimiser state depends on them."""
+"""Options that a resumed run must share with its checkpoint: the data position or the optimiser state depends on
+them."""
 
 
 class TrackOptions(_Section):
-    """Where the numbers of a run go: `every` steps to the console and `metrics.jsonl`, and to the trackers switched on."""
+    """Where the numbers of a run go: `every` steps to the console and `metrics.jsonl`, and to the trackers switched
+    on."""
 
     every: PositiveInt = 10
     console: bool = True

@@ -11,8 +11,8 @@ from draftsmith.training.options import TrainOptions
 def learning_rate(step: int, total_steps: int, options: TrainOptions) -> float:
     """The rate of optimiser step `step` (0-based): linear warm-up, then a cosine.
 
-    The warm-up takes ceil(warmup_ratio * total_steps) steps and its first step is already above zero; the last step of the
-    run is one short of the cosine's end, so that no step is spent at rate zero.
+    The warm-up takes ceil(warmup_ratio * total_steps) steps and its first step is already above zero; the last step
+    of the run is one short of the cosine's end, so that no step is spent at rate zero.
     """
     warmup_steps = math.ceil(options.warmup_ratio * total_steps)
     if step < warmup_steps:

@@ -23,13 +23,6 @@ class Sums:
             numerator, denominator = self._pairs[name][0] + numerator, self._pairs[name][1] + denominator
         self._pairs[name] = (numerator, denominator)
 
-    def merge(self, other: "Sums") -> None:
-        for name, (numerator, denominator) in other._pairs.items():
-            self.add(name, numerator, denominator)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._pairs
-
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
         return self._pairs[name]
 

@@ -29,7 +29,9 @@ def wanted_trackers(options: TrackOptions) -> list[str]:
     wanted = [name for name in _AVAILABLE if getattr(options, name)]
     for name in wanted:
         if not _AVAILABLE[name]():
-            raise DraftsmithError(f"track.{name} is on but {name} is not installed; pip install {name}, or switch it off")
+            raise DraftsmithError(
+                f"track.{name} is on but {name} is not installed; pip install {name}, or switch it off"
+            )
     return wanted
 
 

@@ -1,0 +1,232 @@
+"""From a store to the micro-batches of every optimiser step, in an order that only the seed and the epoch decide."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from draftsmith.blocks.anchors import VisibleSlots, sample_anchors
+from draftsmith.blocks.blocks import Blocks
+from draftsmith.blocks.build import build_blocks
+from draftsmith.blocks.layout import BlockLayout
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.batch import PackedBatch
+from draftsmith.features.packing import collate, epoch_rows
+from draftsmith.features.reader import Store
+
+Rows = list[list[int]]
+"""Rows of documents, each document by its index in the store."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The rows of one forward of one process. All processes meet in every forward, so one that has no row left repeats
+    another row that is not `counted`: it has no labels and adds nothing to any sum."""
+
+    rows: Rows
+    counted: bool = True
+
+
+def deal(rows: Rows, rows_per_forward: int, rank: int, num_ranks: int) -> list[Forward]:
+    """The forwards of process `rank`: it takes rows rank, rank + num_ranks, ..., `rows_per_forward` at a time.
+
+    Every process gets the same number of forwards, and together they take every row once. rows must not be empty.
+    """
+    count = -(-len(rows) // (num_ranks * rows_per_forward))
+    own = rows[rank::num_ranks]
+    parts = [own[i * rows_per_forward : (i + 1) * rows_per_forward] for i in range(count)]
+    return [Forward(part) if part else Forward(rows[:1], counted=False) for part in parts]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward of one process consumes; `tokens` counts its documents' tokens (not the unused tails)."""
+
+    packed: PackedBatch
+    blocks: Blocks
+    tokens: int
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return replace(self, packed=self.packed.to(device), blocks=self.blocks.to(device))
+
+    def pin_memory(self) -> "MicroBatch":
+        """Called by the DataLoader, so that the copy to the GPU runs beside its work."""
+        tensors = {name: getattr(self.packed, name) for name in ("input_ids", "loss_mask", "positions", "document")}
+        packed = replace(
+            self.packed,
+            features={name: tensor.pin_memory() for name, tensor in self.packed.features.items()},
+            **{name: tensor.pin_memory() for name, tensor in tensors.items()},
+        )
+        blocks = Blocks(**{name: tensor.pin_memory() for name, tensor in vars(self.blocks).items()})
+        return MicroBatch(packed, blocks, self.tokens)
+
+
+@dataclass(frozen=True)
+class BlockSampler:
+    """Draws the blocks of packed rows, and so turns records into micro-batches."""
+
+    store: Store
+    layout: BlockLayout
+    mask_token_id: int
+    tokens_per_row: int
+    num_anchors: int
+    seed: int
+    visible_slots: VisibleSlots | None
+
+    def micro_batch(self, forward: Forward, epoch: int) -> MicroBatch:
+        """The documents of `forward`, with anchors drawn for (seed, epoch, document id)."""
+        records = [[self.store[index] for index in row] for row in forward.rows]
+        packed = collate(records, self.tokens_per_row)
+        if not forward.counted:
+            packed = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
+        anchors = sample_anchors(
+            packed.loss_mask,
+            packed.document,
+            packed.sample_ids,
+            self.layout,
+            self.num_anchors,
+            seed=self.seed,
+            epoch=epoch,
+            visible_slots=self.visible_slots,
+        )
+        blocks = build_blocks(
+            packed.input_ids,
+            packed.loss_mask,
+            packed.positions,
+            packed.document,
+            anchors,
+            self.layout,
+            self.mask_token_id,
+        )
+        tokens = sum(len(record.input_ids) for row in records for record in row)
+        return MicroBatch(packed, blocks, tokens if forward.counted else 0)
+
+
+class StepPlan:
+    """Which rows every optimiser step consumes, for all processes together.
+
+    An epoch is the documents shuffled by (seed, epoch) and packed into rows; step i of it takes rows
+    [i * rows_per_step, (i + 1) * rows_per_step), the last one what is left. How many processes share a step changes
+    nothing. lengths and names (for errors): of the documents, which the plan numbers from 0.
+    """
+
+    def __init__(
+        self,
+        lengths: list[int],
+        names: list[str],
+        *,
+        tokens_per_row: int,
+        rows_per_step: int,
+        rows_per_forward: int,
+        seed: int,
+    ) -> None:
+        self._rows_per_step = rows_per_step
+        self._rows_per_forward = rows_per_forward
+
+        @lru_cache(maxsize=2)
+        def rows(epoch: int) -> Rows:
+            return epoch_rows(lengths, tokens_per_row, seed, epoch, names)
+
+        self.rows: Callable[[int], Rows] = rows
+
+    def steps_in(self, epoch: int) -> int:
+        return -(-len(self.rows(epoch)) // self._rows_per_step)
+
+    def following(self, epoch: int, step_in_epoch: int) -> tuple[int, int]:
+        """The position after the given one."""
+        return (epoch, step_in_epoch + 1) if step_in_epoch + 1 < self.steps_in(epoch) else (epoch + 1, 0)
+
+    def positions(self, epoch: int, step_in_epoch: int) -> Iterator[tuple[int, int]]:
+        """(epoch, step in it) of every step from the given one on, without end."""
+        while True:
+            for step in range(step_in_epoch, self.steps_in(epoch)):
+                yield epoch, step
+            epoch, step_in_epoch = epoch + 1, 0
+
+    def forwards(self, epoch: int, step: int, rank: int, num_ranks: int) -> list[Forward]:
+        """What one process forwards in one step."""
+        start = step * self._rows_per_step
+        return deal(self.rows(epoch)[start : start + self._rows_per_step], self._rows_per_forward, rank, num_ranks)
+
+
+class _MicroBatches(Dataset[MicroBatch]):
+    """Makes micro-batches in the DataLoader's workers, which receive (epoch, forward) from the main process."""
+
+    def __init__(self, sampler: BlockSampler, documents: list[int]) -> None:
+        self._sampler = sampler
+        self._documents = np.array(documents)  # one object, so that forked workers share its memory
+
+    def __getitem__(self, key: tuple[int, Forward]) -> MicroBatch:
+        epoch, forward = key
+        rows = [[int(self._documents[index]) for index in row] for row in forward.rows]
+        return self._sampler.micro_batch(replace(forward, rows=rows), epoch)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step of one process: where it stands, and its micro-batches, to be used up before the next step."""
+
+    epoch: int
+    step_in_epoch: int
+    num_forwards: int
+    micro_batches: Iterator[MicroBatch]
+
+
+class TrainingBatches:
+    """The steps of one process, with micro-batches read ahead by `workers` processes (0: made when they are asked for).
+
+    documents: the store's index of every document that the plan numbers.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampler: BlockSampler,
+        documents: list[int],
+        *,
+        rank: int,
+        num_ranks: int,
+        workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self._plan = plan
+        self._dataset = _MicroBatches(sampler, documents)
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._workers = workers
+        self._pin_memory = pin_memory
+
+    def steps(self, epoch: int, step_in_epoch: int, count: int) -> Iterator[Step]:
+        """`count` steps, from the given one on."""
+        positions = list(islice(self._plan.positions(epoch, step_in_epoch), count))
+        loader = iter(
+            DataLoader(
+                self._dataset,
+                sampler=self._keys(positions),  # type: ignore[arg-type]  # any iterable of the dataset's keys will do
+                batch_size=None,
+                num_workers=self._workers,
+                pin_memory=self._pin_memory,
+                generator=torch.Generator(),  # the loader draws a seed; the run's own generator must not move
+            )
+        )
+        for position in positions:
+            number = len(self._plan.forwards(*position, self._rank, self._num_ranks))
+            yield Step(*position, number, islice(loader, number))
+
+    def _keys(self, positions: list[tuple[int, int]]) -> Iterator[tuple[int, Forward]]:
+        for position in positions:
+            for forward in self._plan.forwards(*position, self._rank, self._num_ranks):
+                yield position[0], forward
+
+
+def check_rows_per_step(rows_per_step: int, rows_per_forward: int, num_ranks: int) -> None:
+    """Raise `DraftsmithError` unless a step is the same whole number of forwards in every process."""
+    if rows_per_step % (num_ranks * rows_per_forward):
+        raise DraftsmithError(
+            f"train.rows_per_step is {rows_per_step}, with {num_ranks} processes x train.rows_per_forward "
+            f"{rows_per_forward}; it must be a multiple of {num_ranks * rows_per_forward}"
+        )

@@ -1,0 +1,81 @@
+"""Evaluation on held-out documents with fixed anchors."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.packing import pack_rows
+from draftsmith.training.batches import BlockSampler, deal
+from draftsmith.training.forward import DraftLoss
+from draftsmith.training.sums import Averages, Sums
+
+
+def split_documents(sample_ids: Sequence[str], eval_share: float) -> tuple[list[int], list[int]]:
+    """Indices of (training, held-out) documents: the `eval_share` of them whose ids have the lowest hashes is held out.
+
+    At least one is held out unless the share is 0. The choice depends on the ids alone, not on their order, the seed or
+    the process. Raises `DraftsmithError` where nothing would be left to train on.
+    """
+    if eval_share == 0:
+        return list(range(len(sample_ids))), []
+    ranked = sorted(range(len(sample_ids)), key=lambda i: hashlib.sha256(sample_ids[i].encode()).digest())
+    count = max(1, round(eval_share * len(sample_ids)))
+    if count >= len(sample_ids):
+        raise DraftsmithError(
+            f"train.eval_share is {eval_share} of {len(sample_ids)} documents, which leaves none to train on; "
+            "capture more documents or set it to 0"
+        )
+    held_out = set(ranked[:count])
+    return [i for i in range(len(sample_ids)) if i not in held_out], sorted(held_out)
+
+
+class Evaluation:
+    """Loss, per-label accuracy and teacher-forced accept length over the held-out documents.
+
+    Rows and anchors are the same every time (epoch 0 of the sampler's seed), so two evaluations differ only by the
+    draft. documents, lengths and names: the held-out documents' index in the store, tokens and ids.
+    """
+
+    def __init__(
+        self,
+        sampler: BlockSampler,
+        documents: list[int],
+        lengths: Sequence[int],
+        names: Sequence[str],
+        *,
+        rows_per_forward: int,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        rows = [[documents[i] for i in row] for row in pack_rows(lengths, sampler.tokens_per_row, names)]
+        self._forwards = deal(rows, rows_per_forward, rank, num_ranks)
+        self._sampler = sampler
+
+    @torch.no_grad()
+    def run(self, loss: DraftLoss, device: torch.device, progress: float, accelerator: Accelerator) -> Averages:
+        """Averages over all processes."""
+        loss.eval()
+        sums = Sums()
+        for forward in self._forwards:
+            batch = self._sampler.micro_batch(forward, epoch=0).to(device)
+            _, _, metrics = loss(batch, progress)
+            for name, (numerator, denominator) in metrics.items():
+                sums.add(name, numerator, denominator)
+        loss.train()
+        return sums.over_ranks(accelerator).averages()
+
+
+def score(averages: Averages, best_by: str) -> float | None:
+    """The number by which checkpoints are ranked, higher is better; None where no label was evaluated.
+
+    Raises `DraftsmithError` where the objective reports no such metric.
+    """
+    if best_by not in averages:
+        raise DraftsmithError(f"train.best_by is {best_by!r}; this objective reports {', '.join(sorted(averages))}")
+    value = averages[best_by]
+    if value is None or isinstance(value, list):
+        return None
+    return -value if best_by == "loss" else value

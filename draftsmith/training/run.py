@@ -1,0 +1,271 @@
+"""`train`: everything a run needs, put together; and its resumption."""
+
+import copy
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import ProjectConfiguration
+
+from draftsmith.algorithms.algorithm import DraftSection
+from draftsmith.algorithms.build import TargetFacts, draft_config
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.check import check_store
+from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
+from draftsmith.features.reader import Store
+from draftsmith.progress import Progress, SilentProgress
+from draftsmith.targets.ends import TargetEnds
+from draftsmith.training.batches import BlockSampler, StepPlan, TrainingBatches, check_rows_per_step
+from draftsmith.training.checkpoint import Checkpoint, RunCheckpoints
+from draftsmith.training.evaluation import Evaluation, split_documents
+from draftsmith.training.forward import DraftLoss
+from draftsmith.training.loop import EvaluateGenerate, Loop
+from draftsmith.training.options import TrackOptions, TrainOptions
+from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, RunRecord, read_record
+from draftsmith.training.sums import Averages
+from draftsmith.training.tracking import RunLog, new_tracker_ids, wanted_trackers
+from draftsmith.training.warm_start import WarmStart, read_warm_start
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a call of `train` came to: `step` of `total_steps` done; `interrupted_by`, the signal that stopped it
+    early, or None; `evaluation`, the held-out averages at the last step (None where there were none); `best_step`,
+    the step of the best evaluated checkpoint."""
+
+    run_dir: Path
+    step: int
+    total_steps: int
+    interrupted_by: str | None
+    evaluation: Averages | None
+    best_step: int | None
+
+
+def train(
+    *,
+    draft_section: DraftSection,
+    target: TargetFacts,
+    ends: TargetEnds,
+    store: Store,
+    run_dir: Path | str,
+    options: TrainOptions,
+    track: TrackOptions | None = None,
+    target_identity: TargetIdentity | None = None,
+    tokenizer_identity: TokenizerIdentity | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    evaluate_generate: EvaluateGenerate | None = None,
+) -> TrainResult:
+    """Train the draft that `draft_section` describes on the features in `store`; every result goes to `run_dir`.
+
+    target: what the draft's configuration needs to know of the target; ends: its embedding and output head (moved to
+    the training device). target_identity and tokenizer_identity are compared with the store's; None is not compared.
+    resume: go on from the latest whole checkpoint in `run_dir` (from the beginning where there is none); the run's
+    own draft configuration then holds, and `init_from` is not read. evaluate_generate: see `EvaluateGenerate`.
+
+    SIGTERM and SIGINT finish the running step, save, and return with `interrupted_by` set. Raises `DraftsmithError` for
+    settings that cannot be trained, a store that does not fit, a directory that holds a run already, a checkpoint that
+    cannot be written; `NonFiniteError` when a loss or gradient is not finite.
+    """
+    run_dir, track = Path(run_dir), track or TrackOptions()
+    section = draft_section.model_dump(mode="json")
+    latest, record = _existing(run_dir, resume)
+    store_index = store.manifest.index.sha256
+    warm: WarmStart | None = None
+    if record is not None:
+        record.check_resume(section, options.model_dump(mode="json"), store_index)
+        config = DraftConfig.parse(record.draft_config)
+    else:
+        warm = read_warm_start(draft_section.init_from) if draft_section.init_from is not None else None
+        config = draft_config(draft_section, target, warm.config if warm else None)
+
+    method = algorithm(draft_section.algorithm)
+    layout = method.capture(config)
+    check_store(store.manifest, layout, target_identity, tokenizer_identity)
+    store = Store.open(store.directory, tuple(layout.widths))
+
+    accelerator, device = _accelerator(options, track, run_dir)
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    check_rows_per_step(options.rows_per_step, options.rows_per_forward, ranks)
+    autocast = torch.bfloat16 if _resolved_precision(options, device) == "bf16" else None
+
+    training, held_out = split_documents(store.sample_ids, options.eval_share)
+    plan = StepPlan(
+        [store.lengths[i] for i in training],
+        [store.sample_ids[i] for i in training],
+        tokens_per_row=options.tokens_per_row,
+        rows_per_step=options.rows_per_step,
+        rows_per_forward=options.rows_per_forward,
+        seed=options.seed,
+    )
+    total_steps = options.max_steps or sum(plan.steps_in(epoch) for epoch in range(options.epochs))
+    if latest is not None and latest.position.step > total_steps:
+        raise DraftsmithError(
+            f"{run_dir} has reached step {latest.position.step}, and this recipe ends at step {total_steps}; raise "
+            "train.max_steps or train.epochs"
+        )
+    sampler = BlockSampler(
+        store,
+        method.block_layout(config),
+        config.mask_token_id,
+        tokens_per_row=options.tokens_per_row,
+        num_anchors=options.num_anchors,
+        seed=options.seed,
+        visible_slots=method.visible_slots(draft_section, config.block_size),
+    )
+    workers = options.data_workers if options.data_workers is not None else (4 if device.type == "cuda" else 0)
+    batches = TrainingBatches(
+        plan, sampler, training, rank=rank, num_ranks=ranks, workers=workers, pin_memory=device.type == "cuda"
+    )
+    evaluation = None
+    if held_out:
+        evaluation = Evaluation(
+            sampler,
+            held_out,
+            [store.lengths[i] for i in held_out],
+            [store.sample_ids[i] for i in held_out],
+            rows_per_forward=options.rows_per_forward,
+            rank=rank,
+            num_ranks=ranks,
+        )
+
+    torch.manual_seed(options.seed)
+    draft = Draft.from_config(config)
+    if warm is not None and latest is None:
+        warm.load_into(draft)
+    draft_loss = DraftLoss(
+        draft.to(device, torch.float32),
+        _ends_for(ends, device, autocast),
+        method.objective(config, draft_section),
+        attention=_resolved_attention(options, device),
+        autocast=autocast,
+    )
+
+    if record is None:
+        record = RunRecord(
+            draft_section=section,
+            draft_config=config.to_dict(),
+            options=options.model_dump(mode="json"),
+            store=store_index,
+            store_directory=str(store.directory),
+            target=store.manifest.target.model_dump(mode="json"),
+            tracker_ids=new_tracker_ids(track),
+        )
+    accelerator.wait_for_everyone()  # every process has looked at what was there before it changes
+    if accelerator.is_main_process:
+        _write(run_dir / RECORD_FILE, record)
+    log = RunLog(
+        run_dir,
+        track,
+        accelerator,
+        config={"draft": section, "train": options.model_dump(mode="json")},
+        tracker_ids=record.tracker_ids,
+        resumed_at=latest.position.step if latest else None,
+    )
+    checkpoints = RunCheckpoints(run_dir / CHECKPOINTS)
+    loop = Loop(
+        draft_loss,
+        plan=plan,
+        batches=batches,
+        evaluation=evaluation,
+        evaluate_generate=evaluate_generate,
+        options=options,
+        total_steps=total_steps,
+        accelerator=accelerator,
+        device=device,
+        checkpoints=checkpoints,
+        log=log,
+    )
+    if latest is not None:
+        loop.restore(latest)
+    with (progress or SilentProgress()).stage("train", total=total_steps, unit="steps") as stage:
+        stage.advance(loop.position.step)
+        interrupted_by = loop.run(stage)
+    log.close()
+    best = checkpoints.best()
+    return TrainResult(
+        run_dir=run_dir,
+        step=loop.position.step,
+        total_steps=total_steps,
+        interrupted_by=interrupted_by,
+        evaluation=loop.position.evaluation,
+        best_step=best.position.step if best else None,
+    )
+
+
+def _existing(run_dir: Path, resume: bool) -> tuple[Checkpoint | None, RunRecord | None]:
+    """The checkpoint to go on from, and the record of its run; (None, None) for a run that starts from the
+    beginning."""
+    latest = RunCheckpoints(run_dir / CHECKPOINTS).latest()
+    if latest is None:
+        if resume:
+            _log.warning("%s holds no whole checkpoint to resume from; the run starts from the beginning", run_dir)
+        return None, None
+    if not resume:
+        raise DraftsmithError(
+            f"{run_dir} holds a run that has reached step {latest.position.step}; resume it (--resume), or take "
+            "another directory"
+        )
+    return latest, read_record(run_dir)
+
+
+def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> tuple[Accelerator, torch.device]:
+    """Accelerate's view of the processes, and the device to train on.
+
+    Precision is not left to Accelerate: its setting is one for the whole process, which may train several runs.
+    """
+    wanted = options.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    elif torch.device(wanted).type == "cuda" and not torch.cuda.is_available():
+        raise DraftsmithError(f"train.device is {wanted!r}, but torch sees no CUDA device; use 'cpu' or 'auto'")
+    accelerator = Accelerator(
+        cpu=torch.device(wanted).type == "cpu",
+        mixed_precision="no",
+        log_with=wanted_trackers(track),
+        project_config=ProjectConfiguration(project_dir=str(run_dir), logging_dir=str(run_dir / "tensorboard")),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+    device = accelerator.device if accelerator.num_processes > 1 else torch.device(wanted)
+    return accelerator, device
+
+
+def _resolved_precision(options: TrainOptions, device: torch.device) -> str:
+    if options.precision != "auto":
+        return options.precision
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    _log.info("train.precision: auto -> %s on %s", precision, device)
+    return precision
+
+
+def _resolved_attention(options: TrainOptions, device: torch.device) -> AttentionBackend:
+    if options.attention != "auto":
+        return AttentionBackend(options.attention)
+    attention = AttentionBackend.FLEX if device.type == "cuda" else AttentionBackend.DENSE
+    _log.info("train.attention: auto -> %s on %s", attention, device)
+    return attention
+
+
+def _ends_for(ends: TargetEnds, device: torch.device, autocast: torch.dtype | None) -> TargetEnds:
+    """The ends where training needs them; a copy, in fp32 when the run computes in fp32, so that the target's own
+    stay."""
+    dtype = ends.head_weight.dtype if autocast is not None else torch.float32
+    if ends.head_weight.dtype == dtype and ends.head_weight.device == device:
+        return ends
+    return copy.deepcopy(ends).to(device, dtype)
+
+
+def _write(path: Path, record: RunRecord) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(record.model_dump_json(indent=1))
+    os.replace(partial, path)
