@@ -1,0 +1,80 @@
+"""Uniform noise as a pure function of (row seed, position, stream, draw): Philox 4x32-10 in integer tensor operations.
+
+There is no generator state. A row's noise therefore does not depend on its neighbours in the batch, on how many tokens
+a step commits or on the device; a fixed seed repeats; and a CUDA graph or a kernel (Triton's `tl.philox`) can make the
+same numbers. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import DraftsmithError
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+class Stream(IntEnum):
+    """What a number is for; one position uses each stream at most once for what it finally decides.
+
+    `TOKEN`: the pair of one output position: the first decides which token the target draws there, the second whether a
+    proposal drawn from a known distribution is accepted. `PROPOSAL`: the draws of a proposer, at the anchor's position.
+    `ROW`: turns one request seed into one seed a row.
+    """
+
+    TOKEN = 0
+    PROPOSAL = 1
+    ROW = 2
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four words of noise for each counter.
+
+    All tensors are int64 of one broadcastable shape and hold 32-bit words (0 <= word < 2^32); so do the four results.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # The product of two words wraps around in int64, which leaves all 64 bits as an unsigned product has them.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((second >> 32) & _WORD) ^ c1 ^ k0,
+            second & _WORD,
+            ((first >> 32) & _WORD) ^ c3 ^ k1,
+            first & _WORD,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def uniform_pair(seeds: Tensor, positions: Tensor, stream: Stream, draw: int = 0) -> tuple[Tensor, Tensor]:
+    """Two independent uniform numbers in [0, 1) for each position, in steps of 2^-53.
+
+    seeds int64 (all 64 bits count) and positions int64 in [0, 2^32), broadcastable; `draw` in [0, 2^32) numbers further
+    draws at the same position. Returns two fp64 tensors of the broadcast shape.
+    """
+    words = _words(seeds, positions, stream, draw)
+    return _to_unit(words[0], words[1]), _to_unit(words[2], words[3])
+
+
+def row_seeds(seed: int, rows: int) -> list[int]:
+    """One seed a row, in [0, 2^63), from a request's seed in [0, 2^63): row i's depends on `seed` and i only."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise DraftsmithError(f"seed is {seed!r}; it needs an integer in [0, 2^63)")
+    words = _words(torch.tensor(seed), torch.arange(rows), Stream.ROW, 0)
+    return (((words[0] << 32) | words[1]) & (2**63 - 1)).tolist()
+
+
+def _words(seeds: Tensor, positions: Tensor, stream: Stream, draw: int) -> tuple[Tensor, ...]:
+    seeds, positions = torch.broadcast_tensors(seeds, positions)
+    zero = torch.zeros_like(positions)
+    return philox((positions, zero + draw, zero + int(stream), zero), (seeds & _WORD, (seeds >> 32) & _WORD))
+
+
+def _to_unit(high: Tensor, low: Tensor) -> Tensor:
+    """53 bits of two words as a number in [0, 1)."""
+    return (((high >> 5) << 26) | (low >> 6)).to(torch.float64) * 2.0**-53
