@@ -1,0 +1,128 @@
+"""The configuration of the draft that a recipe asks for, complete and explicit before anything is allocated."""
+
+from typing import Any, Protocol
+
+from draftsmith.algorithms.algorithm import DraftSection
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.taps import check_tap_ids, default_tap_ids
+
+
+class TargetFacts(Protocol):
+    """What a draft's configuration needs to know of its target (a loaded `Target`, or its configuration alone)."""
+
+    @property
+    def text_config(self) -> Any: ...  # the Hugging Face text configuration
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftConfig | None = None) -> DraftConfig:
+    """The draft that `section` describes, for `target`.
+
+    What the section leaves out comes from `checkpoint`, the configuration of the draft at `section.init_from`; without
+    one, attention heads, MLP width, rope, norm epsilon and positions are the target's, layers are all full attention,
+    and as many target layers are tapped, evenly spread, as the draft has layers. What no default can know
+    (`mask_token_id`, `block_size`, `num_hidden_layers`) is an error when missing.
+    """
+    method = algorithm(section.algorithm)
+    if section.init_from is not None and checkpoint is None:
+        raise DraftsmithError(
+            f"draft.init_from is {section.init_from!r}, but no checkpoint configuration was read from there"
+        )
+    fields = _fresh(section, target) if checkpoint is None else _from_checkpoint(section, checkpoint)
+    wanted = {name: value for name in _PLAIN_FIELDS if (value := getattr(section, name)) is not None}
+    check_tap_ids(fields["target_layer_ids"], target.num_layers)
+    fixed = {
+        "architecture": method.architecture,
+        "head": method.head_config(section),
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+        "dtype": section.dtype,
+    }
+    return DraftConfig(**(fields | wanted | fixed))
+
+
+# Section fields that are copied as they are into the configuration field of the same name.
+_PLAIN_FIELDS = (
+    "mask_token_id",
+    "block_size",
+    "num_hidden_layers",
+    "hidden_act",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "layer_types",
+    "sliding_window",
+    "causal",
+)
+
+_REQUIRED = {
+    "mask_token_id": "the id of a token that never occurs in text, such as a reserved one (never the pad or end token)",
+    "block_size": "the number of slots of a block, anchor included (published drafts: 16)",
+    "num_hidden_layers": "the number of layers of the draft (published drafts: 5)",
+}
+
+
+def _fresh(section: DraftSection, target: TargetFacts) -> dict[str, Any]:
+    """Defaults for a draft that starts from nothing."""
+    for name, meaning in _REQUIRED.items():
+        if getattr(section, name) is None:
+            raise DraftsmithError(f"draft.{name} is missing and has no default; set it to {meaning}")
+    text = target.text_config
+    layers = int(section.num_hidden_layers)  # type: ignore[arg-type]  # required above
+    heads = text.num_attention_heads
+    return {
+        "hidden_act": "silu",
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or target.hidden_size // heads,
+        "intermediate_size": text.intermediate_size,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope": _rope(section) or _target_rope(text),
+        "layer_types": ("full_attention",) * layers,
+        "target_layer_ids": _tap_ids(section, target.num_layers) or default_tap_ids(target.num_layers, layers),
+    }
+
+
+def _from_checkpoint(section: DraftSection, checkpoint: DraftConfig) -> dict[str, Any]:
+    """The checkpoint's own fields, with the section's rope and taps where it has any."""
+    fields = checkpoint.model_dump()
+    fields["rope"] = _rope(section) or checkpoint.rope
+    fields["target_layer_ids"] = _tap_ids(section, checkpoint.num_target_layers) or checkpoint.target_layer_ids
+    return fields
+
+
+def _tap_ids(section: DraftSection, num_target_layers: int) -> tuple[int, ...] | None:
+    """The tapped layers as the section says them, by name or by number; None if it does not."""
+    if section.target_layer_ids is None:
+        return None if section.num_taps is None else default_tap_ids(num_target_layers, section.num_taps)
+    if section.num_taps is not None and section.num_taps != len(section.target_layer_ids):
+        raise DraftsmithError(
+            f"draft.num_taps is {section.num_taps} and draft.target_layer_ids names {len(section.target_layer_ids)} "
+            f"layers ({list(section.target_layer_ids)}); leave one of the two out"
+        )
+    return section.target_layer_ids
+
+
+def _rope(section: DraftSection) -> dict[str, Any] | None:
+    return None if section.rope_theta is None else {"rope_type": "default", "rope_theta": section.rope_theta}
+
+
+def _target_rope(text_config: Any) -> dict[str, Any]:
+    """The target's rope; of a target that has one for each kind of layer, that of the full layers."""
+    rope = text_config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    return {name: value for name, value in rope.items() if value is not None}

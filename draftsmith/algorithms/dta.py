@@ -1,0 +1,46 @@
+"""DTA: DFlash trained with a visible prefix of random length in every block (the VP-Drafter of D2SD, arXiv 2606.04446).
+
+Network, features, decoding and export are DFlash's; only the training blocks differ.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from draftsmith.algorithms.algorithm import DraftSection
+from draftsmith.algorithms.dflash import DFlash, DFlashObjectiveOptions
+from draftsmith.blocks.anchors import VisibleSlots
+from draftsmith.errors import DraftsmithError
+
+
+class DTASection(DraftSection):
+    """The recipe's `draft` section for DTA. A prefix of v slots, v in {2, ..., B-1}, is drawn with probability
+    proportional to `visible_base`^v; decay weights count from slot v."""
+
+    algorithm: Literal["dta"] = "dta"
+    visible_base: float = Field(default=0.9, gt=0, allow_inf_nan=False)
+    objective: DFlashObjectiveOptions = DFlashObjectiveOptions()
+
+
+class DTA(DFlash):
+    name = "dta"
+    architecture = "dflash"
+    summary = "DFlash trained with a visible prefix of random length in every block"
+    paper = "arXiv 2606.04446"
+    section = DTASection
+
+    def visible_slots(self, section: Any, block_size: int) -> VisibleSlots:
+        if block_size < 3:
+            raise DraftsmithError(
+                f"block_size is {block_size}; dta shows at least 2 slots of a block and predicts the rest: it needs 3"
+            )
+        lengths = np.arange(2, block_size)
+        powers = lengths * np.log(section.visible_base)
+        chances = np.exp(powers - powers.max())  # the largest is 1: no base overflows
+        chances /= chances.sum()
+
+        def draw(generator: np.random.Generator, count: int) -> np.ndarray:
+            return generator.choice(lengths, size=count, p=chances)
+
+        return draw
