@@ -1,0 +1,188 @@
+"""The network that all family members share: Qwen3-style layers whose queries are block slots only (DFlash,
+2602.06036).
+
+Keys and values come from two sources: the context features of verified tokens, and the block itself. The context's
+are made by `context_keys_values`, in training for whole packed rows, in decoding for each newly verified stretch, so
+both go through the same code; which of them a slot sees is decided by the `BlockAttention` callable.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftsmith.drafts.attention import AttentionKind, BlockAttention
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.rope import Rope, rotate
+
+ContextKeysValues = list[tuple[Tensor, Tensor]]
+
+
+class SublayerWrapper(Protocol):
+    """A module around one sublayer, inside the block: `before` on its input, `after` on its output.
+
+    Both take and return [R, N, B, H]; `before` also returns whatever `after` needs of the input.
+    """
+
+    def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def after(self, hidden: Tensor, state: Tensor) -> Tensor: ...
+
+
+WRAPPED_SUBLAYERS = ("attention_conv", "mlp_conv")
+"""Names that a layer's wrapper modules go by, in the module and in files."""
+
+
+class RMSNorm(nn.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension; statistics in fp32 at least."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        # Under autocast the weight is fp32 and x is not: the output keeps x's dtype.
+        return (self.weight * normed.to(x.dtype)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of block slots over [context; own block] with RMSNorm on queries and keys."""
+
+    def __init__(self, config: DraftConfig, kind: AttentionKind) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.kind = kind
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.q_proj = nn.Linear(config.hidden_size, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.attention_sink_bias = nn.Parameter(torch.empty(heads)) if config.attention_sinks else None
+
+    def reset_parameters(self) -> None:
+        if self.attention_sink_bias is not None:
+            nn.init.zeros_(self.attention_sink_bias)
+
+    def _split(self, states: Tensor) -> Tensor:
+        return states.unflatten(-1, (-1, self.head_dim))  # [..., tokens, heads, d]
+
+    def keys_values(self, states: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (normed, rotated) and values of `states` [R, tokens, H]: each [R, kv_heads, tokens, d].
+
+        Context features come as they are, block slots layer-normed (methods.md section 2); cosine and sine
+        [R, tokens, rotary_dim].
+        """
+        values = self._split(self.v_proj(states)).transpose(1, 2)
+        keys = self.k_norm(self._split(self.k_proj(states))).transpose(1, 2)
+        return rotate(keys, cosine[:, None], sine[:, None]).to(values.dtype), values
+
+    def forward(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, context: tuple[Tensor, Tensor], attend: BlockAttention
+    ) -> Tensor:
+        """hidden [R, N*B, H], layer-normed -> [R, N*B, H]."""
+        queries = self.q_norm(self._split(self.q_proj(hidden))).transpose(1, 2)
+        block_keys, block_values = self.keys_values(hidden, cosine, sine)
+        queries = rotate(queries, cosine[:, None], sine[:, None]).to(block_values.dtype)
+        mixed = attend(
+            queries,
+            context[0],
+            context[1],
+            block_keys,
+            block_values,
+            kind=self.kind,
+            scale=self.scale,
+            sinks=self.attention_sink_bias,
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Layer(nn.Module):
+    """One pre-norm layer; a head may wrap its two sublayers (`SublayerWrapper`)."""
+
+    def __init__(self, config: DraftConfig, kind: AttentionKind, wrappers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, kind)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if strange := set(wrappers) - set(WRAPPED_SUBLAYERS):
+            raise ValueError(f"wrappers {sorted(strange)}; a layer has {WRAPPED_SUBLAYERS}")
+        self.attention_conv = wrappers.get("attention_conv")
+        self.mlp_conv = wrappers.get("mlp_conv")
+
+    def forward(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, context: tuple[Tensor, Tensor], attend: BlockAttention
+    ) -> Tensor:
+        """hidden [R, N, B, H] -> [R, N, B, H]; cosine and sine [R, N*B, rotary_dim]."""
+        blocks = hidden.shape[1:3]
+
+        def attention(inner: Tensor) -> Tensor:
+            return self.self_attn(inner.flatten(1, 2), cosine, sine, context, attend).unflatten(1, blocks)
+
+        hidden = hidden + _wrapped(self.attention_conv, attention, self.input_layernorm(hidden))
+        return hidden + _wrapped(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
+
+
+def _wrapped(wrapper, sublayer, hidden: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    if wrapper is None:
+        return sublayer(hidden)
+    hidden, state = wrapper.before(hidden)
+    return wrapper.after(sublayer(hidden), state)
+
+
+class Backbone(nn.Module):
+    """Fuses tapped features into context, and runs blocks of embeddings over it."""
+
+    def __init__(
+        self, config: DraftConfig, wrappers: Callable[[DraftConfig], dict[str, nn.Module]] | None = None
+    ) -> None:
+        super().__init__()
+        self.attention_kinds = config.attention_kinds
+        self.layers = nn.ModuleList(
+            Layer(config, kind, wrappers(config) if wrappers is not None else {}) for kind in self.attention_kinds
+        )
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = Rope(config)
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> ContextKeysValues:
+        """Per layer, keys and values of the context: features [R, S, T*H], positions [R, S] -> each [R, kv_heads, S,
+        d]."""
+        context = self.hidden_norm(self.fc(features))
+        cosine, sine = self.rope(positions)
+        return [cast(Layer, layer).self_attn.keys_values(context, cosine, sine) for layer in self.layers]
+
+    def forward(
+        self, embeddings: Tensor, positions: Tensor, context: ContextKeysValues, attend: BlockAttention
+    ) -> Tensor:
+        """embeddings [R, N, B, H], positions [R, N, B] -> final normed hidden states [R, N, B, H]."""
+        cosine, sine = self.rope(positions.flatten(1))
+        hidden = embeddings
+        for layer, layer_context in zip(self.layers, context, strict=True):
+            hidden = layer(hidden, cosine, sine, layer_context, attend)
+        return self.norm(hidden)

@@ -1,0 +1,91 @@
+"""Checks of single configuration fields: each refuses with the field's name, the value found and what is allowed."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ValidationError, ValidationInfo
+
+from draftsmith.errors import DraftsmithError
+
+
+class DraftConfigError(DraftsmithError):
+    """A draft configuration that cannot be right, or that does not fit its target."""
+
+
+def integer(minimum: int) -> BeforeValidator:
+    """An integer of at least `minimum`; bools, floats and strings are refused."""
+
+    def check(value: Any, info: ValidationInfo) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{info.field_name} is {value!r}; allowed: an integer >= {minimum}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def number(above: float | None = None, minimum: float | None = None) -> BeforeValidator:
+    """A finite number > `above` or >= `minimum`."""
+    allowed = f"> {above}" if above is not None else f">= {minimum}"
+
+    def check(value: Any, info: ValidationInfo) -> float:
+        fits = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+        if not fits or (above is not None and value <= above) or (minimum is not None and value < minimum):
+            raise ValueError(f"{info.field_name} is {value!r}; allowed: a finite number {allowed}")
+        return float(value)
+
+    return BeforeValidator(check)
+
+
+def boolean() -> BeforeValidator:
+    """True or False, not 0, 1 or a string."""
+
+    def check(value: Any, info: ValidationInfo) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{info.field_name} is {value!r}; allowed: true or false")
+        return value
+
+    return BeforeValidator(check)
+
+
+def one_of(allowed: Callable[[], Iterable[Any]]) -> BeforeValidator:
+    """One of the values that `allowed()` lists (asked late, since tables may fill after import)."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        values = list(allowed())
+        if value not in values:
+            hint = nearest(str(value), [str(v) for v in values])
+            raise ValueError(f"{info.field_name} is {value!r}; allowed: {', '.join(map(repr, values))}{hint}")
+        return value
+
+    return BeforeValidator(check)
+
+
+PositiveInt = Annotated[int, integer(1)]
+CountInt = Annotated[int, integer(0)]
+PositiveFloat = Annotated[float, number(above=0.0)]
+Bool = Annotated[bool, boolean()]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint " (did you mean ...?)" with the known name nearest to `name`, or nothing when none is near."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def describe(error: ValidationError, subject: str, known: Iterable[str]) -> str:
+    """One line per fault that pydantic found in `subject`, each naming field, value and what is allowed."""
+    known = list(known)
+    lines = []
+    for fault in error.errors():
+        name = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "missing":
+            lines.append(f"{name} is missing; {subject} needs it and it has no default")
+        elif fault["type"] == "extra_forbidden":
+            lines.append(f"unknown field {name!r} in {subject}{nearest(name, known)}; allowed: {', '.join(known)}")
+        elif fault["type"] == "value_error":
+            lines.append(str(fault["ctx"]["error"]))
+        else:
+            lines.append(f"{name} is {fault['input']!r}; {fault['msg'][0].lower()}{fault['msg'][1:]}")
+    return "\n".join(lines)
