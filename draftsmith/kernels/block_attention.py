@@ -1,14 +1,14 @@
 """Attention of a few query tokens per row against a static key/value cache, for decoding.
 
-`block_attention` takes w consecutive query positions of every row (a verify's tokens, or the slots of a draft block), whose
-own keys and values already stand in the cache, and attends over what each query may see. It reads the row's first
-position on the device, so one CUDA graph serves every length, and only visible cache entries are read: time grows with the
-row's length, not with the cache's.
+`block_attention` takes w consecutive query positions of every row (a verify's tokens, or the slots of a draft block),
+whose own keys and values already stand in the cache, and attends over what each query may see. It reads the row's
+first position on the device, so one CUDA graph serves every length, and only visible cache entries are read: time
+grows with the row's length, not with the cache's.
 
-The kernel packs the w queries of all query heads that share a key/value head into one tile (GQA), splits the context into
-chunks at *absolute* positions and joins the chunks in a second launch. Chunk edges do not depend on where the block starts,
-and a masked key adds an exact zero, so a query gives bitwise the same result from any slot of a block and beside any
-neighbours: that is what makes speculative and plain decoding comparable bit for bit in bf16.
+The kernel packs the w queries of all query heads that share a key/value head into one tile (GQA), splits the context
+into chunks at *absolute* positions and joins the chunks in a second launch. Chunk edges do not depend on where the
+block starts, and a masked key adds an exact zero, so a query gives bitwise the same result from any slot of a block
+and beside any neighbours: that is what makes speculative and plain decoding comparable bit for bit in bf16.
 """
 
 import torch
@@ -196,13 +196,14 @@ def block_attention(
 ) -> Tensor:
     """Attention of w queries per row over a static cache.
 
-    q [batch, heads, w, dim], w <= 32, head dimension contiguous; k_cache, v_cache [batch, kv_heads, length, dim] with the
-    queries' own keys and values already written; start [batch] int, the position of each row's first query (query i stands
-    at start + i). causal: query i sees positions <= start + i; otherwise all positions < start + w (a block that sees
-    itself both ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks [heads]: logit of a
-    key without value. limit: no row's start + w exceeds it (a bound the host knows; launches fewer chunks); chunk: context
-    positions per program, a multiple of 64; results are bitwise comparable only between calls with the same chunk.
-    dtype bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype.
+    q [batch, heads, w, dim], w <= 32, head dimension contiguous; k_cache, v_cache [batch, kv_heads, length, dim] with
+    the queries' own keys and values already written; start [batch] int, the position of each row's first query (query
+    i stands at start + i). causal: query i sees positions <= start + i; otherwise all positions < start + w (a block
+    that sees itself both ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks
+    [heads]: logit of a key without value. limit: no row's start + w exceeds it (a bound the host knows; launches
+    fewer chunks); chunk: context positions per program, a multiple of 64; results are bitwise comparable only between
+    calls with the same chunk. dtype bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in q's
+    dtype.
     """
     batch, heads, width, dim = q.shape
     kv_heads, length = k_cache.shape[1], k_cache.shape[2]

@@ -49,8 +49,9 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Norm of x (+ residual): x, residual [..., H] in bf16, fp16 or fp32, last dimension contiguous; weight [H].
 
-    Returns (normed [..., H], x + residual [..., H]; x itself without a residual). unit_offset: scale by 1 + weight, in
-    fp32 (Gemma); otherwise the normed value is rounded to x's dtype before the weight (Llama, Qwen). Statistics in fp32.
+    Returns (normed [..., H], x + residual [..., H]; x itself without a residual). unit_offset: scale by 1 + weight,
+    in fp32 (Gemma); otherwise the normed value is rounded to x's dtype before the weight (Llama, Qwen). Statistics in
+    fp32.
     """
     width = x.shape[-1]
     rows = x.reshape(-1, width)

@@ -121,10 +121,10 @@ def rope_cache(
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values to the cache.
 
-    qkv [batch, w, (heads + 2 kv_heads) * dim], q first, then k, then v; cos, sin [batch or 1, w, rotary], the two halves
-    alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, which is also
-    where its key and value go; k_cache, v_cache [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim]
-    of the per-head RMS norms, both or neither. Returns q [batch, heads, w, dim].
+    qkv [batch, w, (heads + 2 kv_heads) * dim], q first, then k, then v; cos, sin [batch or 1, w, rotary], the two
+    halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token,
+    which is also where its key and value go; k_cache, v_cache [batch, kv_heads, length, dim], written in place;
+    q_weight, k_weight [dim] of the per-head RMS norms, both or neither. Returns q [batch, heads, w, dim].
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
