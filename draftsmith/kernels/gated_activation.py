@@ -34,7 +34,10 @@ def _gated_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up: gate_up [..., 2 I] contiguous, gate first; activation "silu" or "gelu_pytorch_tanh". Returns [..., I]."""
+    """act(gate) * up.
+
+    gate_up [..., 2 I] contiguous, gate first; activation "silu" or "gelu_pytorch_tanh". Returns [..., I].
+    """
     if activation not in ("silu", "gelu_pytorch_tanh"):
         raise ValueError(f"activation {activation!r} is not supported; allowed: silu, gelu_pytorch_tanh")
     width = gate_up.shape[-1] // 2

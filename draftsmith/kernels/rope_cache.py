@@ -138,7 +138,8 @@ def rope_cache(
         raise ValueError("cos and sin must be laid out alike, with the rotary dimension contiguous")
     placeholder = qkv
     _rope_cache_kernel[(batch * width, heads + 2 * kv_heads)](
-        qkv, cos, sin, start, placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
+        qkv, cos, sin, start,
+        placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
         q, k_cache, v_cache, qkv.stride(0), qkv.stride(1), cos.stride(0), cos.stride(1),
         *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
         WIDTH=width, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[2],

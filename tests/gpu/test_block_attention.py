@@ -1,4 +1,4 @@
-"""The decoding attention kernel on the device: every dtype and head dimension, long contexts, and bitwise invariance."""
+"""The decoding attention kernel on the device: every dtype and head dimension, long contexts, bitwise invariance."""
 
 import itertools
 
