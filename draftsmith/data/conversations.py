@@ -26,7 +26,7 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     A line holds `messages` ([{"role", "content"}, ...]) or `conversations` (ShareGPT: [{"from", "value"}, ...]), and
     perhaps `id` (otherwise FILESTEM-LINE) and `finish_reason` ("length": the last answer was cut off). Other keys of
     the line are not read. DraftsmithError, with file and line: missing file, no line, bad JSON, another layout, unknown
-    or misplaced roles, empty messages, ids used twice, and prompts without answers (`turns`): `regenerate` answers them.
+    or misplaced roles, empty messages, ids used twice, and prompts without answers (`turns`).
     """
     return parse_records(Path(path), "conversation", _conversation)
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # How transformers itself tells that a template marks the assistant's tokens.
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MISMATCH_FIX = "data.chat_template: FILE), or leave such conversations out (data.template_mismatch: skip"
 
 
 class TemplateMismatch(DraftsmithError):
@@ -170,9 +171,9 @@ def _prefix_spans(
             spans.append((start, end))
             continue
         raise TemplateMismatch(
-            f"conversation {identity!r}, message {index}: {template_name(tokenizer, options)} does not show which tokens "
-            f"the assistant wrote: {cause}. Otherwise give a template with {{% generation %}} (data.chat_template: FILE), "
-            "or leave such conversations out (data.template_mismatch: skip)"
+            f"conversation {identity!r}, message {index}: {template_name(tokenizer, options)} does not show which "
+            f"tokens the assistant wrote: {cause}. Otherwise give a template with {{% generation %}} "
+            f"({MISMATCH_FIX})"
         )
     return full, spans
 
@@ -217,8 +218,7 @@ def _marked_spans(
     if len(spans) != answers:
         raise TemplateMismatch(
             f"conversation {identity!r}: {template_name(tokenizer, options)} marks {len(spans)} spans with "
-            f"{{% generation %}} for {answers} answers; mend the template (data.chat_template: FILE), or leave such conversations out "
-            "(data.template_mismatch: skip)"
+            f"{{% generation %}} for {answers} answers; mend the template ({MISMATCH_FIX})"
         )
     eos = tokenizer.eos_token_id
     return ids, [
@@ -234,8 +234,8 @@ def _fit(sample: Sample, options: DataOptions, report: TokenizeReport) -> Sample
         return sample
     if options.overlong == "error":
         raise DraftsmithError(
-            f"conversation {sample.id!r} has {length} tokens, more than data.max_length {options.max_length}; raise it, "
-            "or set data.overlong to cut or skip"
+            f"conversation {sample.id!r} has {length} tokens, more than data.max_length {options.max_length}; raise "
+            "it, or set data.overlong to cut or skip"
         )
     if options.overlong == "skip":
         report.skipped += 1
