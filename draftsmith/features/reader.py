@@ -1,0 +1,145 @@
+"""Reading a feature store: any document in constant time, from memory-mapped shards, checked as it is read."""
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.files import check_file, check_size, open_safetensors, unpack_strings
+from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest, read_manifest
+from draftsmith.features.record import Record
+from draftsmith.features.shards import checksum
+
+# Open shards that a store keeps mapped; far below what an operating system allows a process.
+MAX_OPEN_SHARDS = 256
+
+
+class Store:
+    """A finished feature store, read-only: `len(store)` records, `store[i] -> Record`, in the order of its shards.
+
+    Every record is checked against its checksums when it is read: `StoreError` names the damaged file. Instances can be
+    pickled (a data loader's workers map the files anew).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: StoreManifest,
+        sample_ids: list[str],
+        lengths: list[int],
+        supervised: list[int],
+        features: tuple[str, ...],
+    ) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.sample_ids = sample_ids
+        """The id of every document."""
+        self.lengths = lengths
+        """The number of tokens of every document."""
+        self.supervised = supervised
+        """The number of supervised tokens of every document."""
+        self.features = features
+        """The names of the feature tensors that records carry."""
+        self._first = [0, *accumulate(shard.samples for shard in manifest.shards)]  # first document of each shard
+        self._position: dict[str, int] = {}
+        self._open: OrderedDict[int, _Shard] = OrderedDict()
+
+    @classmethod
+    def open(cls, directory: Path | str, features: Collection[str] | None = None) -> "Store":
+        """Open a store. `features` limits what records carry (None: all that it holds).
+
+        Raises `StoreError` where the manifest or the index is missing, damaged or of an unknown version.
+        """
+        directory = Path(directory)
+        manifest = read_manifest(directory)
+        held = tuple(manifest.layout.widths)
+        missing = sorted(set(features or ()) - set(held))
+        if missing:
+            raise StoreError(f"{directory} does not hold {', '.join(missing)}; it holds {', '.join(held)}")
+        names = held if features is None else tuple(name for name in held if name in features)
+        sample_ids, lengths, supervised = _read_index(directory, manifest)
+        return cls(directory, manifest, sample_ids, lengths, supervised, names)
+
+    def __len__(self) -> int:
+        return self.manifest.samples
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Record:
+        """The record at `index` (negative: from the end). Raises `IndexError` past the end, `StoreError` for damage."""
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"document {index} of a store of {len(self)}")
+        shard_number = bisect.bisect_right(self._first, number) - 1
+        shard = self._shard(shard_number)
+        return shard.record(number - self._first[shard_number], self.sample_ids[number], self.lengths[number])
+
+    def index_of(self, sample_id: str) -> int:
+        """The number of the document with this id. Raises `DraftsmithError` where the store has none."""
+        if not self._position:
+            self._position = {name: number for number, name in enumerate(self.sample_ids)}
+        if sample_id not in self._position:
+            raise DraftsmithError(f"{self.directory} has no sample {sample_id!r} among its {len(self)}")
+        return self._position[sample_id]
+
+    def _shard(self, number: int) -> "_Shard":
+        if number in self._open:
+            self._open.move_to_end(number)
+        else:
+            self._open[number] = _Shard(self.directory, self.manifest.shards[number], self.features)
+            if len(self._open) > MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": OrderedDict()}  # mapped files do not travel between processes
+
+
+class _Shard:
+    """One open shard: its tokens in memory (checked as a whole), its features mapped (checked by document)."""
+
+    def __init__(self, directory: Path, entry: ShardEntry, features: tuple[str, ...]) -> None:
+        self.path = check_size(directory, entry.features_file)
+        tokens = open_safetensors(check_file(directory, entry.tokens_file))
+        self.input_ids = tokens.get_tensor("input_ids")
+        self.loss_mask = tokens.get_tensor("loss_mask")
+        self.offsets: list[int] = tokens.get_tensor("offsets").tolist()
+        self.checksums = {name: tokens.get_tensor(f"crc32.{name}").tolist() for name in features}
+        file = open_safetensors(self.path)
+        missing = sorted(set(features) - set(file.keys()))
+        if missing:
+            raise StoreError(f"{self.path} does not hold {', '.join(missing)}: the file is damaged")
+        self.features = {name: file.get_slice(name) for name in features}
+
+    def record(self, number: int, sample_id: str, length: int) -> Record:
+        start, end = self.offsets[number], self.offsets[number + 1]
+        features: dict[str, Tensor] = {}
+        for name, rows in self.features.items():
+            features[name] = rows[start:end]
+            found = checksum(features[name])
+            if found != self.checksums[name][number] or features[name].shape[0] != length:
+                raise StoreError(
+                    f"{self.path}: {name} of sample {sample_id!r} has CRC-32 {found:08x} and should have "
+                    f"{self.checksums[name][number]:08x}: the file is damaged; delete the two files "
+                    "of this shard and capture again into this directory to replace only its samples"
+                )
+        return Record(
+            sample_id, self.input_ids[start:end].to(torch.int64), self.loss_mask[start:end].to(torch.bool), features
+        )
+
+
+def _read_index(directory: Path, manifest: StoreManifest) -> tuple[list[str], list[int], list[int]]:
+    path = check_file(directory, manifest.index)
+    file = open_safetensors(path)
+    ids = unpack_strings(file.get_tensor("sample_ids"), file.get_tensor("sample_id_offsets"))
+    lengths = file.get_tensor("lengths").tolist()
+    supervised = file.get_tensor("supervised").tolist()
+    if not len(ids) == len(lengths) == len(supervised) == manifest.samples:
+        raise StoreError(f"{path} lists {len(ids)} samples; the manifest says {manifest.samples}")
+    return ids, lengths, supervised

@@ -1,0 +1,314 @@
+"""Writing a feature store: shards of bounded size, each complete or absent, and the manifest as the last file."""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.files import (
+    TEMPORARY_SUFFIX,
+    Pieces,
+    check_size,
+    file_entry,
+    open_safetensors,
+    pack_strings,
+    raw_bytes,
+    replacing,
+    unpack_strings,
+    write_safetensors,
+)
+from draftsmith.features.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    ShardEntry,
+    StoreError,
+    StoreHeader,
+    StoreManifest,
+    read_header,
+    to_json,
+)
+from draftsmith.features.record import Record, check_record
+
+HEADER_FILE = "header.json"
+TOKENS_ENDING = ".tokens.safetensors"
+FEATURES_ENDING = ".features.safetensors"
+DEFAULT_SHARD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class FinishedShard:
+    """A shard that lies complete in a store's directory, whether or not a manifest lists it yet."""
+
+    entry: ShardEntry
+    sample_ids: list[str]
+    lengths: list[int]
+    supervised: list[int]
+
+
+def existing_header(directory: Path) -> StoreHeader | None:
+    """The header of the finished or unfinished store in `directory`, None where there is none.
+
+    Raises `StoreError` where the header is damaged, or missing beside files of a store.
+    """
+    if (directory / HEADER_FILE).exists():
+        return read_header(directory / HEADER_FILE)
+    orphan = next(directory.glob(f"shard-*{TOKENS_ENDING}"), None)
+    if orphan is not None:
+        raise StoreError(f"{orphan} lies there without a {HEADER_FILE} that says of which target: delete {directory}")
+    return None
+
+
+class StoreWriter:
+    """Appends records to a store in `directory`, resuming what is there.
+
+    Several writers (one a process) may fill one directory, each with its own `number`; their samples must be disjoint.
+    Records become durable a shard at a time: features file, then tokens file; a shard counts once its tokens file is
+    there. `finish_store` then makes the whole a store. Leaving the context by an exception drops the open shard.
+
+    Raises `StoreError` where the directory holds another store (every differing field is named) or where another
+    process is writing with the same number.
+    """
+
+    def __init__(
+        self, directory: Path | str, header: StoreHeader, shard_bytes: int = DEFAULT_SHARD_BYTES, number: int = 0
+    ) -> None:
+        if shard_bytes < 1:
+            raise DraftsmithError(f"capture.shard_bytes is {shard_bytes}; it must be at least 1")
+        self.directory = Path(directory)
+        self.header = header
+        self.layout = header.layout
+        self.shard_bytes = shard_bytes
+        self._prefix = f"shard-{number:04d}-"
+        self._pending: list[Record] = []
+        self._pending_ids: set[str] = set()
+        self._pending_bytes = 0
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        new = self._check_directory()
+        self._lock = _lock(self.directory / f"writer-{number:04d}.lock")
+        if new:
+            with replacing(self.directory / HEADER_FILE) as file:
+                file.write(to_json(self.header))
+        self._remove_leftovers()
+        self._next_shard = 1 + max(
+            (int(path.name[len(self._prefix) :].split(".")[0]) for path in self._own_files(TOKENS_ENDING)), default=-1
+        )
+
+    def _check_directory(self) -> bool:
+        """Whether the directory is new to stores; raises where it belongs to another store."""
+        existing = existing_header(self.directory)
+        if existing is not None and existing != self.header:
+            raise StoreError(
+                f"{self.directory} holds a store of something else: {header_differences(existing, self.header)}. "
+                "Give another directory, or delete this one"
+            )
+        return existing is None
+
+    def _own_files(self, ending: str) -> list[Path]:
+        return sorted(self.directory.glob(f"{self._prefix}*{ending}"))
+
+    def _remove_leftovers(self) -> None:
+        for path in self._own_files(TEMPORARY_SUFFIX):
+            path.unlink()
+        for path in self._own_files(FEATURES_ENDING):
+            if not path.with_name(path.name.replace(FEATURES_ENDING, TOKENS_ENDING)).exists():
+                path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            os.close(self._lock)
+
+    def add(self, record: Record) -> None:
+        """Append one record. Raises `DraftsmithError` where it does not fit the layout or its id is already pending."""
+        check_record(record, self.layout)
+        if record.sample_id in self._pending_ids:
+            raise DraftsmithError(f"sample {record.sample_id!r} was given twice; ids must be unique in a store")
+        size = record.input_ids.shape[0] * self.layout.bytes_per_token
+        if self._pending and self._pending_bytes + size > self.shard_bytes:
+            self.flush()
+        self._pending.append(record)
+        self._pending_ids.add(record.sample_id)
+        self._pending_bytes += size
+        if self._pending_bytes >= self.shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the records so far as one shard."""
+        if not self._pending:
+            return
+        stem = f"{self._prefix}{self._next_shard:06d}"
+        features = write_safetensors(
+            self.directory / f"{stem}{FEATURES_ENDING}",
+            {name: Pieces([record.features[name] for record in self._pending]) for name in self.layout.widths},
+            metadata={},
+        )
+        write_safetensors(
+            self.directory / f"{stem}{TOKENS_ENDING}",
+            _token_tensors(self._pending, list(self.layout.widths)),
+            metadata={"features_bytes": str(features.bytes), "features_sha256": features.sha256},
+        )
+        self._next_shard += 1
+        self._pending, self._pending_ids, self._pending_bytes = [], set(), 0
+
+
+def _token_tensors(records: list[Record], features: list[str]) -> dict[str, Pieces]:
+    lengths = [record.input_ids.shape[0] for record in records]
+    ids, id_offsets = pack_strings([record.sample_id for record in records])
+    tensors = {
+        "input_ids": Pieces([record.input_ids.to(torch.int32) for record in records]),
+        "loss_mask": Pieces([record.loss_mask.to(torch.uint8) for record in records]),
+        "offsets": Pieces([torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)]),
+        "sample_ids": Pieces([ids]),
+        "sample_id_offsets": Pieces([id_offsets]),
+    }
+    for name in features:
+        checksums = [checksum(record.features[name]) for record in records]
+        tensors[f"crc32.{name}"] = Pieces([torch.tensor(checksums, dtype=torch.int64)])
+    return tensors
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of one document's rows of one feature: what a random access checks without reading the whole shard."""
+    return zlib.crc32(raw_bytes(tensor))
+
+
+def finished_shards(directory: Path | str) -> list[FinishedShard]:
+    """The complete shards in `directory`, by name.
+
+    Raises `StoreError` where one is damaged: by the order of writing that is never the trace of a killed writer.
+    """
+    directory = Path(directory)
+    return [_finished_shard(path) for path in sorted(directory.glob(f"shard-*{TOKENS_ENDING}"))]
+
+
+def _finished_shard(path: Path) -> FinishedShard:
+    file = open_safetensors(path)
+    metadata = file.metadata() or {}
+    needed = {"features_bytes", "features_sha256"}
+    if not needed <= metadata.keys():
+        raise StoreError(f"{path} does not say what its features file is: the file is damaged")
+    features = FileEntry(
+        name=path.name.replace(TOKENS_ENDING, FEATURES_ENDING),
+        bytes=int(metadata["features_bytes"]),
+        sha256=metadata["features_sha256"],
+    )
+    check_size(path.parent, features)
+    offsets = file.get_tensor("offsets")
+    supervised = torch.cat([offsets.new_zeros(1), file.get_tensor("loss_mask").cumsum(0, dtype=torch.int64)])[offsets]
+    entry = ShardEntry(
+        tokens_file=file_entry(path),
+        features_file=features,
+        samples=offsets.shape[0] - 1,
+        tokens=int(offsets[-1]),
+        supervised_tokens=int(supervised[-1]),
+    )
+    ids = unpack_strings(file.get_tensor("sample_ids"), file.get_tensor("sample_id_offsets"))
+    return FinishedShard(entry, ids, offsets.diff().tolist(), supervised.diff().tolist())
+
+
+def finish_store(directory: Path | str) -> StoreManifest:
+    """Index the finished shards and write the manifest, once every writer has closed.
+
+    Raises `StoreError` where there is no record at all, or where two shards hold the same sample.
+    """
+    directory = Path(directory)
+    header = existing_header(directory)
+    if header is None:
+        raise StoreError(f"{directory} holds no capture to finish")
+    shards = finished_shards(directory)
+    if not shards:
+        raise StoreError(f"{directory}: not one record was captured; an empty store is of no use")
+    _check_unique(shards)
+    index = _write_index(directory, shards)
+    manifest = StoreManifest(
+        **dict(header),
+        samples=sum(shard.entry.samples for shard in shards),
+        tokens=sum(shard.entry.tokens for shard in shards),
+        supervised_tokens=sum(shard.entry.supervised_tokens for shard in shards),
+        index=index,
+        shards=tuple(shard.entry for shard in shards),
+    )
+    with replacing(directory / MANIFEST_FILE) as file:
+        file.write(to_json(manifest))
+    for path in [*directory.glob("index-*.safetensors"), *directory.glob(f"*{TEMPORARY_SUFFIX}")]:
+        if path.name != index.name:
+            path.unlink()
+    return manifest
+
+
+def _check_unique(shards: Iterable[FinishedShard]) -> None:
+    owner: dict[str, str] = {}
+    for shard in shards:
+        for sample_id in shard.sample_ids:
+            name = shard.entry.tokens_file.name
+            if sample_id in owner:
+                raise StoreError(f"sample {sample_id!r} is in both {owner[sample_id]} and {name}")
+            owner[sample_id] = name
+
+
+def _write_index(directory: Path, shards: list[FinishedShard]) -> FileEntry:
+    ids, id_offsets = pack_strings([sample_id for shard in shards for sample_id in shard.sample_ids])
+    lengths = torch.tensor([length for shard in shards for length in shard.lengths], dtype=torch.int64)
+    supervised = torch.tensor([count for shard in shards for count in shard.supervised], dtype=torch.int64)
+    # A name of its own for every content: an old manifest keeps its index until the new manifest stands.
+    content = "".join(shard.entry.tokens_file.sha256 for shard in shards)
+    return write_safetensors(
+        directory / f"index-{hashlib.sha256(content.encode()).hexdigest()[:16]}.safetensors",
+        {
+            "sample_ids": Pieces([ids]),
+            "sample_id_offsets": Pieces([id_offsets]),
+            "lengths": Pieces([lengths]),
+            "supervised": Pieces([supervised]),
+        },
+        metadata={},
+    )
+
+
+def header_differences(store: StoreHeader, wanted: StoreHeader) -> str:
+    """Every field in which two headers differ, as `field: the store has X, this run needs Y`."""
+
+    def fields(values: dict[str, object], prefix: str = "") -> dict[str, object]:
+        flat: dict[str, object] = {}
+        for name, value in values.items():
+            if isinstance(value, dict):
+                flat |= fields(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = value
+        return flat
+
+    have, need = fields(store.model_dump()), fields(wanted.model_dump())
+    return "; ".join(
+        f"{name}: the store has {have.get(name)!r}, this run needs {need.get(name)!r}"
+        for name in dict.fromkeys([*have, *need])
+        if have.get(name) != need.get(name)
+    )
+
+
+def _lock(path: Path) -> int:
+    """Hold `path` for this process; the system lets go of it when the process dies, however it dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    if os.name == "posix":
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise StoreError(f"another process is writing into {path.parent}: wait for it or end it") from error
+    return descriptor

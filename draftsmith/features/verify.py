@@ -1,0 +1,69 @@
+"""Reading a whole store to find out what of it is damaged."""
+
+from pathlib import Path
+
+import torch
+
+from draftsmith.features.files import check_file, open_safetensors
+from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest
+from draftsmith.features.reader import Store
+from draftsmith.progress import Progress, SilentProgress
+
+
+def verify_store(directory: Path | str, progress: Progress | None = None) -> list[str]:
+    """Check every checksum, offset and value range of a store; returns one line a fault, none for a sound store."""
+    progress = progress or SilentProgress()
+    try:
+        store = Store.open(directory)
+    except StoreError as error:
+        return [str(error)]
+    faults: list[str] = []
+    with progress.stage("verify", total=store.manifest.bytes, unit="bytes") as stage:
+        first = 0
+        for shard in store.manifest.shards:
+            faults += _shard_faults(store, shard, first)
+            first += shard.samples
+            stage.advance(shard.tokens_file.bytes + shard.features_file.bytes)
+    return faults
+
+
+def _shard_faults(store: Store, shard: ShardEntry, first: int) -> list[str]:
+    faults: list[str] = []
+    for entry in (shard.features_file, shard.tokens_file):
+        try:
+            check_file(store.directory, entry)
+        except StoreError as error:
+            faults.append(str(error))
+    if faults:
+        return faults
+    tokens = open_safetensors(store.directory / shard.tokens_file.name)
+    name = shard.tokens_file.name
+    wanted = store.lengths[first : first + shard.samples]
+    if tokens.get_tensor("offsets").diff().tolist() != wanted:
+        faults.append(f"{name}: its offsets give other document lengths than the index")
+    input_ids, loss_mask = tokens.get_tensor("input_ids"), tokens.get_tensor("loss_mask")
+    if not input_ids.shape == loss_mask.shape == (shard.tokens,):
+        faults.append(
+            f"{name}: input_ids {list(input_ids.shape)} and loss_mask {list(loss_mask.shape)}, not [{shard.tokens}]"
+        )
+    vocabulary = store.manifest.target.vocab_size
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
+        faults.append(f"{name}: token ids outside [0, {vocabulary})")
+    if int(loss_mask.max()) > 1:
+        faults.append(f"{name}: loss_mask holds values other than 0 and 1")
+    return faults + _feature_faults(store.manifest, store.directory, shard)
+
+
+def _feature_faults(manifest: StoreManifest, directory: Path, shard: ShardEntry) -> list[str]:
+    file = open_safetensors(directory / shard.features_file.name)
+    faults: list[str] = []
+    for name, width in manifest.layout.widths.items():
+        tensor = file.get_tensor(name)
+        if tensor.shape != (shard.tokens, width) or tensor.dtype != manifest.layout.dtype:
+            faults.append(
+                f"{shard.features_file.name}: {name} is {tensor.dtype} {list(tensor.shape)}, "
+                f"not {manifest.layout.dtype} [{shard.tokens}, {width}]"
+            )
+        elif not torch.isfinite(tensor).all():
+            faults.append(f"{shard.features_file.name}: {name} holds NaN or Inf")
+    return faults
