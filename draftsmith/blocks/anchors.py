@@ -17,9 +17,9 @@ VisibleSlots = Callable[[np.random.Generator, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Anchors:
-    """index [R, N] int64, each anchor's index in its row, ascending in a row; valid [R, N] bool, False where an entry only
-    fills the shape (its index is 0 and means nothing); visible [R, N] int64, how many leading slots of the block carry
-    their real tokens (1: the anchor alone)."""
+    """index [R, N] int64, each anchor's index in its row, ascending in a row; valid [R, N] bool, False where an entry
+    only fills the shape (its index is 0 and means nothing); visible [R, N] int64, how many leading slots of the block
+    carry their real tokens (1: the anchor alone)."""
 
     index: Tensor
     valid: Tensor
@@ -59,10 +59,10 @@ def sample_anchors(
 ) -> Anchors:
     """Up to `num_anchors` anchors of every document, uniformly without replacement among its candidates.
 
-    loss_mask [R, S] bool and document [R, S] int64 as in a packed batch (on the CPU), sample_ids: per row, the ids of its
-    documents 0, 1, ...; visible_slots draws how much of each block is visible (None: the anchor alone). A document with
-    fewer candidates keeps them all; one without any adds no block. N, the same for every row, is the largest row's count
-    rounded up to a multiple of `bucket` (and at least one bucket), so that shapes repeat between batches.
+    loss_mask [R, S] bool and document [R, S] int64 as in a packed batch (on the CPU), sample_ids: per row, the ids of
+    its documents 0, 1, ...; visible_slots draws how much of each block is visible (None: the anchor alone). A document
+    with fewer candidates keeps them all; one without any adds no block. N, the same for every row, is the largest row's
+    count rounded up to a multiple of `bucket` (and at least one bucket), so that shapes repeat between batches.
     """
     for name, value in (("num_anchors", num_anchors), ("bucket", bucket)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

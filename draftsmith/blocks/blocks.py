@@ -13,11 +13,12 @@ class Blocks:
     anchors [R, N] int64, index of the anchor in its row; valid [R, N] bool, False for blocks that only fill the shape;
     input_ids [R, N, B] int64, the anchor's token (and any further visible ones), then the mask token;
     positions [R, N, B] int64, position in the document (anchor position + slot);
-    labels [R, N, P] int64, the token each predicting slot is to predict; label_index [R, N, P] int64, its index in the row
-    (the teacher's state for a label is the one at label_index - 1); label_mask [R, N, P] bool, True where the label lies in
-    the block's own document and under its loss mask, the block is valid and the label is not already visible;
-    previous_ids [R, N, P] int64, the true token before each label; first_label [R, N] int64, the first label that the block
-    has to predict (0, or more where a prefix is visible: DTA), from which position weights count.
+    labels [R, N, P] int64, the token each predicting slot is to predict; label_index [R, N, P] int64, its index in the
+    row (the teacher's state for a label is the one at label_index - 1); label_mask [R, N, P] bool, True where the label
+    lies in the block's own document and under its loss mask, the block is valid and the label is not already visible;
+    previous_ids [R, N, P] int64, the true token before each label; first_label [R, N] int64, the first label that the
+    block has to predict (0, or more where a prefix is visible: DTA), from which position weights count.
+    Where the mask is False, labels, label_index and previous_ids hold some token and index of the row.
     """
 
     anchors: Tensor
@@ -31,6 +32,5 @@ class Blocks:
     first_label: Tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Blocks":
-        return replace(
-            self, **{f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
-        )
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
+        return replace(self, **moved)

@@ -19,9 +19,10 @@ def build_blocks(
 ) -> Blocks:
     """The blocks of a packed batch (methods.md sections 3 and 4).
 
-    input_ids, positions, document [R, S] int64, loss_mask [R, S] bool, as in a packed batch. A block reads the tokens of
-    its visible slots, then the mask token; a visible slot past the end of the document reads the mask token too. Labels
-    past the end of the document, outside the loss mask, visible already, or of blocks that only fill the shape are masked.
+    input_ids, positions, document [R, S] int64, loss_mask [R, S] bool, as in a packed batch. A block reads the tokens
+    of its visible slots, then the mask token; a visible slot past the end of the document reads the mask token too.
+    Labels past the end of the document, outside the loss mask, visible already, or of blocks that only fill the shape
+    are masked.
     """
     length = input_ids.shape[1]
     block_document = document.gather(1, anchors.index).unsqueeze(-1)  # [R, N, 1]

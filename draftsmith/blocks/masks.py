@@ -90,7 +90,7 @@ class FlexBlockAttention:
 
     def __init__(self, masks: dict[AttentionKind, BlockMask], *, compiled: bool) -> None:
         self.masks = masks
-        self._attend: Callable[..., Any] = _compiled(flex_attention) if compiled else flex_attention
+        self._attend: Any = _compiled(flex_attention) if compiled else flex_attention
 
     def __call__(
         self,
