@@ -66,8 +66,8 @@ class TokenSampler(Protocol):
     """How a proposer turns logits into tokens under the request's sampling options (given by the engine).
 
     `sampler(logits [batch, V], draw)` -> (ids [batch] int64, q [batch, V] or None). Greedy: argmax, ties to the lowest
-    id, q None. Sampling: draws from the processed distribution and returns it as q. `draw` (0, 1, ...) numbers the draws
-    of one block, so that each uses fresh randomness of its row's own stream.
+    id, q None. Sampling: draws from the processed distribution and returns it as q. `draw` (0, 1, ...) numbers the
+    draws of one block, so that each uses fresh randomness of its row's own stream.
     """
 
     def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]: ...
