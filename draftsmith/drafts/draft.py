@@ -1,5 +1,8 @@
 """A draft network: backbone, perhaps a head, and the way in and out of directories."""
 
+import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,11 +10,19 @@ from torch import Tensor, nn
 
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
-from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.config import DTYPES, DraftConfig
 from draftsmith.drafts.heads import HEADS
+from draftsmith.errors import DraftsmithError
+from draftsmith.layouts import read_directory, write_directory
 
 if TYPE_CHECKING:
     from draftsmith.targets.ends import TargetEnds
+
+_log = logging.getLogger(__name__)
+
+
+class DraftWeightsError(DraftsmithError):
+    """Weights that do not belong to the configured network, or that are not finite: every fault in one message."""
 
 
 class Draft(nn.Module):
@@ -54,6 +65,58 @@ class Draft(nn.Module):
                 if reset is not None and not isinstance(module, nn.Linear | nn.Embedding):
                     reset()
         return draft
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        layout: str | None = None,
+        strict: bool = False,
+    ) -> "Draft":
+        """A draft from a directory of any readable layout (recognised from its `config.json` unless `layout` is given).
+
+        dtype: "auto" keeps the stored one; a name of `DTYPES` or a torch dtype converts the parameters in memory
+        (`config.dtype` stays what files hold). strict: unknown configuration fields are errors instead of logged
+        warnings. Raises `LayoutError` for files that cannot be read, `DraftConfigError` for a configuration that cannot
+        be right, and `DraftWeightsError`, with every fault at once, for tensors that are missing, not used, of another
+        shape or dtype than the configuration says, or not finite.
+        """
+        canonical = read_directory(directory, layout, strict=strict)
+        for note in canonical.notes:
+            _log.warning("%s: %s", directory, note)
+        if canonical.ignored:
+            _log.warning("%s: drafts have no %s; not loaded", directory, ", ".join(canonical.ignored))
+        config = DraftConfig.parse(canonical.config)
+        # On the meta device no parameter has a value, so one that nobody loads cannot be used by accident.
+        with torch.device("meta"):
+            draft = cls(config)
+        _check_weights(draft, canonical.tensors, str(directory))
+        wanted = config.torch_dtype if dtype == "auto" else parse_dtype(dtype)
+        state = {
+            name: canonical.tensors[file_name(name)].to(device=device, dtype=wanted, copy=True)
+            for name in draft.state_dict()
+        }
+        draft.load_state_dict(state, assign=True)
+        return draft.to(device)
+
+    def save(
+        self, directory: str | Path, layout: str = "zlab", *, extra_files: Mapping[str, str | bytes] | None = None
+    ) -> None:
+        """Writes the draft, whole or not at all, in the dtype of `config.dtype`.
+
+        extra_files: further files of the directory, by name. Raises `DraftWeightsError` when a parameter is not
+        finite and `LayoutError` when the directory may not be written.
+        """
+        tensors = {
+            file_name(name): parameter.detach().to(device="cpu", dtype=self.config.torch_dtype)
+            for name, parameter in self.state_dict().items()
+        }
+        if faults := _not_finite(tensors):
+            raise DraftWeightsError(f"the draft is not written to {directory}:\n" + "\n".join(faults))
+        write_directory(directory, layout, self.config.to_dict(), tensors, extra_files)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -105,3 +168,40 @@ class Draft(nn.Module):
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def file_name(parameter: str) -> str:
+    """A parameter's canonical name in files: its name in the module without the first component."""
+    return parameter.split(".", 1)[1]
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype by name; `DraftsmithError` for one that drafts do not run in."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise DraftsmithError(f"dtype is {dtype!r}; allowed: 'auto', {', '.join(map(repr, DTYPES))}")
+    return DTYPES[dtype]
+
+
+def _check_weights(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:
+    wanted = {file_name(name): parameter for name, parameter in draft.state_dict().items()}
+    faults = [f"missing: {name} {list(wanted[name].shape)}" for name in sorted(set(wanted) - set(tensors))]
+    faults += [f"not used: {name} {list(tensors[name].shape)}" for name in sorted(set(tensors) - set(wanted))]
+    for name in sorted(set(wanted) & set(tensors)):
+        found = tensors[name]
+        if found.shape != wanted[name].shape:
+            faults.append(f"wrong shape: {name} is {list(found.shape)}; wanted {list(wanted[name].shape)}")
+        if found.dtype != draft.config.torch_dtype:
+            faults.append(f"wrong dtype: {name} is {found.dtype}; the configuration declares {draft.config.dtype}")
+    faults += _not_finite(tensors)
+    if faults:
+        raise DraftWeightsError(f"{source}: the weights are not those of the configured draft:\n" + "\n".join(faults))
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    return [
+        f"not finite: {name} holds NaN or Inf"
+        for name, tensor in sorted(tensors.items())
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    ]

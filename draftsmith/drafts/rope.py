@@ -22,9 +22,14 @@ def inverse_frequencies(config: "DraftConfig") -> tuple[Tensor, float]:
     The default type is 1 / theta^(2i / rotary_dim) with rotary_dim = head_dim * partial_rotary_factor; the scaled types
     (linear, YaRN, Llama 3) are computed by transformers, so that they agree with the targets'.
     """
+    with torch.device("cpu"):  # also when the modules are being made on the meta device
+        return _inverse_frequencies(config)
+
+
+def _inverse_frequencies(config: "DraftConfig") -> tuple[Tensor, float]:
     rope = config.rope
     if rope.type == "default":
-        exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64, device="cpu").float() / config.rotary_dim
+        exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
         return 1.0 / (rope.theta**exponents), 1.0
     # The functions read their parameters from a model configuration; Qwen3's is the family's own.
     described = Qwen3Config(

@@ -1,0 +1,149 @@
+"""Draft directories as files: safetensors and JSON in, and atomically out."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftsmith.layouts.canonical import LayoutError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_UNSAFE = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; `LayoutError` when it is missing, not JSON or not an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LayoutError(f"{path} does not exist; a draft directory holds {CONFIG} and {WEIGHTS}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LayoutError(f"{path} is not valid JSON ({error}); write or download it again") from None
+    if not isinstance(content, dict):
+        raise LayoutError(f"{path} holds a JSON {type(content).__name__}; allowed: an object")
+    return content
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The `config.json` of a draft directory."""
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise LayoutError(f"{directory} {what}; a draft is a local directory with {CONFIG} and {WEIGHTS}")
+    return read_json(directory / CONFIG)
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory with `model.safetensors` or with shards and their index, on the CPU."""
+    single, index = directory / WEIGHTS, directory / INDEX
+    if single.exists() and index.exists():
+        raise LayoutError(f"{directory} holds both {WEIGHTS} and {INDEX}; remove the one that is out of date")
+    if index.exists():
+        return _read_sharded(directory, index)
+    if single.exists():
+        return _read_file(single)
+    unsafe = sorted(path.name for path in directory.iterdir() if path.suffix in _UNSAFE)
+    hint = f"; {', '.join(unsafe)} may run code when loaded: convert to safetensors first" if unsafe else ""
+    raise LayoutError(f"{directory} holds no weights: neither {WEIGHTS} nor {INDEX} is there{hint}")
+
+
+def _read_sharded(directory: Path, index: Path) -> dict[str, Tensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise LayoutError(f"{index}: weight_map is {weight_map!r}; allowed: an object of tensor name -> file name")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+            raise LayoutError(f"{index}: {name} is in {file!r}; allowed: the name of a file in the same directory")
+        if not file.endswith(".safetensors"):
+            raise LayoutError(f"{index}: {name} is in {file!r}; only .safetensors files are read")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(weight_map.values())):
+        if not (directory / file).is_file():
+            raise LayoutError(f"{directory / file} does not exist, but {index} names it; copy or download it again")
+        shard = _read_file(directory / file)
+        listed = {name for name, owner in weight_map.items() if owner == file}
+        if listed != set(shard):
+            raise LayoutError(
+                f"{directory / file} and {index} disagree: only in the index {sorted(listed - set(shard))}, "
+                f"only in the file {sorted(set(shard) - listed)}"
+            )
+        tensors.update(shard)
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise LayoutError(f"{path} is damaged or not a safetensors file ({error}); copy or download it again") from None
+
+
+def write(
+    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], extra_files: Mapping[str, str | bytes]
+) -> None:
+    """Writes a draft directory whole or not at all.
+
+    Everything goes to a temporary directory beside it, which then takes its place; a draft that was there before stays
+    until then, and comes back if the last step fails. A directory that holds anything but a draft is not touched.
+    """
+    directory = directory.resolve()
+    for name in extra_files:
+        if Path(name).name != name or name in (CONFIG, WEIGHTS, INDEX):
+            raise LayoutError(f"extra file {name!r}; allowed: a plain file name other than {CONFIG} and the weights")
+    refuse_overwriting(directory, extra_files)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.writing-"))
+    try:
+        staging.chmod(0o777 & ~_umask())
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging / WEIGHTS, {"format": "pt"})
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, content in extra_files.items():
+            (staging / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        _take_place(staging, directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def refuse_overwriting(directory: Path, extra_files: Mapping[str, Any]) -> None:
+    """`LayoutError` unless `directory` is missing, empty, or a draft directory and nothing else."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise LayoutError(f"{directory} is a file; give a directory to write the draft into")
+    present = {path.name for path in directory.iterdir()}
+    if not present:
+        return
+    known = {CONFIG, WEIGHTS, INDEX, *extra_files}
+    others = sorted(name for name in present if name not in known and not name.endswith(".safetensors"))
+    if others or CONFIG not in present:
+        found = ", ".join(others or sorted(present))
+        raise LayoutError(f"{directory} is not only a draft directory (it holds {found}); give a new or empty one")
+
+
+def _take_place(staging: Path, directory: Path) -> None:
+    if not directory.exists():
+        os.replace(staging, directory)
+        return
+    previous = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.previous-"))
+    os.replace(directory, previous)  # onto an empty directory
+    try:
+        os.replace(staging, directory)
+    except OSError:
+        os.replace(previous, directory)
+        raise
+    shutil.rmtree(previous)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

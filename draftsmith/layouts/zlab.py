@@ -1,0 +1,245 @@
+"""The z-lab layout: what DFlash was published in, and what SGLang, vLLM and others load (layouts.md)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from draftsmith.layouts.canonical import CanonicalDraft, LayoutError
+from draftsmith.layouts.fields import Fields, rope_parameters
+
+SECTION = "dflash_config"
+PREFIXES = ("model.", "dflash_module.")
+EXTRAS = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+SINK = "self_attn.attention_sink_bias"
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Member:
+    """How one architecture of the family is spelt.
+
+    class_name: `architectures[0]` as written; also_known_as: others that are read; projectors: values of
+    `projector_type` that mean it, the first of which is written (none: the field is left out); head: names of its own
+    fields, nested in `dflash_config`; repeated: those that some readers want at top level too.
+    """
+
+    architecture: str
+    class_name: str
+    also_known_as: tuple[str, ...] = ()
+    projectors: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
+
+
+FAMILY = (Member("dflash", "DFlashDraftModel"),)
+
+# Canonical name -> spellings in files; all are read nested first, then at top level.
+_SHARED = {
+    "block_size": ("block_size",),
+    "mask_token_id": ("mask_token_id",),
+    "target_layer_ids": ("target_layer_ids",),
+    "num_target_layers": ("num_target_layers",),
+    "output_multiplier": ("output_multiplier",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "input_embedding_scale": ("input_embedding_scale",),
+    "causal": ("causal", "is_causal"),
+}
+_NETWORK = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "vocab_size",
+    "max_position_embeddings",
+    "initializer_range",
+)
+
+
+class ZlabLayout:
+    """Reads and writes the z-lab layout."""
+
+    name = "zlab"
+
+    def recognises(self, config: dict[str, Any]) -> bool:
+        return SECTION in config
+
+    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
+        """See `Layout.read`; `LayoutError` names what contradicts itself or is not supported."""
+        notes: list[str] = []
+        fields = Fields(config, SECTION)
+        tensors, ignored = canonical_tensors(tensors)
+        member = _member(config, fields)
+        canonical: dict[str, Any] = {"architecture": member.architecture}
+        canonical |= {name: fields.get(name) for name in _NETWORK}
+        canonical |= {name: fields.get(*spellings) for name, spellings in _SHARED.items()}
+        canonical["rope"] = rope_parameters(config)
+        canonical |= _layers(config, canonical["num_hidden_layers"])
+        canonical["attention_sinks"] = _sinks(fields, tensors)
+        canonical["dtype"] = _dtype(config, tensors, notes)
+        canonical["head"] = {name: value for name in member.head if (value := fields.get(name)) is not None}
+        _refuse_unsupported(config, fields)
+        if unknown := fields.unknown():
+            text = f"{SECTION} has {', '.join(f'{name} = {fields.nested[name]!r}' for name in unknown)}"
+            if strict:
+                raise LayoutError(f"{text}, which no draft of architecture {member.architecture!r} uses; remove it")
+            notes.append(f"{text}, which draftsmith does not know and does not apply")
+        if canonical["final_logit_softcapping"] == 0:  # how some files say that there is none
+            canonical["final_logit_softcapping"] = None
+        canonical = {name: value for name, value in canonical.items() if value is not None}
+        return CanonicalDraft(canonical, tensors, self.name, ignored, notes)
+
+    def write(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Layout.write`."""
+        member = next(member for member in FAMILY if member.architecture == config["architecture"])
+        written: dict[str, Any] = {"architectures": [member.class_name], "model_type": "qwen3"}
+        written |= {name: config[name] for name in _NETWORK}
+        written |= {name: config[name] for name in ("dtype", "block_size", "num_target_layers")}
+        written |= _written_rope(config["rope"])
+        sliding = SLIDING in config["layer_types"]
+        written |= {
+            "layer_types": list(config["layer_types"]),
+            "use_sliding_window": sliding,
+            "sliding_window": config["sliding_window"] if sliding else None,
+            # Readers without layer_types slide from this layer on; with it, it says nothing.
+            "max_window_layers": config["num_hidden_layers"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+        nested: dict[str, Any] = {
+            "mask_token_id": config["mask_token_id"],
+            "target_layer_ids": list(config["target_layer_ids"]),
+        }
+        if member.projectors:
+            nested["projector_type"] = member.projectors[0]
+        nested |= config["head"]
+        for name, usual in (
+            ("output_multiplier", 1.0),
+            ("input_embedding_scale", 1.0),
+            ("final_logit_softcapping", None),
+        ):
+            if config.get(name, usual) != usual:
+                nested[name] = config[name]
+        if config.get("causal") is not None:
+            # vLLM reads the one, z-lab's own package the other.
+            nested["causal"] = written["is_causal"] = config["causal"]
+        if config["attention_sinks"]:
+            nested["attention_sink_bias"] = True
+        written |= {name: config["head"][name] for name in member.repeated if name in config["head"]}
+        written[SECTION] = nested
+        return written, tensors
+
+
+def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """(tensors without prefix and without known extras, full names of the extras)."""
+    canonical: dict[str, Tensor] = {}
+    origin: dict[str, str] = {}
+    ignored: list[str] = []
+    for full, tensor in tensors.items():
+        prefix = next((prefix for prefix in PREFIXES if full.startswith(prefix)), "")
+        name = full.removeprefix(prefix)
+        if name in EXTRAS or name.startswith("rotary_emb."):
+            ignored.append(full)
+            continue
+        if name in canonical:
+            raise LayoutError(f"the weights hold both {origin[name]} and {full}, which mean the same; remove one")
+        canonical[name], origin[name] = tensor, full
+    return canonical, sorted(ignored)
+
+
+def _member(config: dict[str, Any], fields: Fields) -> Member:
+    projector = fields.get("projector_type")
+    if projector is not None:
+        for member in FAMILY:
+            if projector in member.projectors:
+                return member
+        known = [name for member in FAMILY for name in member.projectors]
+        raise LayoutError(f"projector_type is {projector!r}; allowed: {', '.join(map(repr, known)) or 'no such field'}")
+    named = config.get("architectures") or []
+    for member in FAMILY:
+        if not member.projectors and any(name in named for name in (member.class_name, *member.also_known_as)):
+            return member
+    known = [member.class_name for member in FAMILY]
+    raise LayoutError(f"architectures is {named!r}; allowed: one of {', '.join(map(repr, known))}")
+
+
+def _layers(config: dict[str, Any], num_layers: Any) -> dict[str, Any]:
+    """layer_types and sliding_window; files without layer_types follow Qwen3's rule for them."""
+    window, sliding = config.get("sliding_window"), config.get("use_sliding_window")
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        first = config.get("max_window_layers", 28) if sliding else num_layers
+        layer_types = (
+            [FULL if i < first else SLIDING for i in range(num_layers)] if _counts(num_layers, first) else None
+        )
+    if isinstance(layer_types, list) and SLIDING in layer_types:
+        if sliding is False:
+            raise LayoutError(
+                f"layer_types has {SLIDING!r}, but use_sliding_window is false, so that readers drop the window "
+                f"(sliding_window is {window!r}); set use_sliding_window to true"
+            )
+        return {"layer_types": layer_types, "sliding_window": window}
+    return {"layer_types": layer_types, "sliding_window": None}
+
+
+def _counts(*values: Any) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _sinks(fields: Fields, tensors: dict[str, Tensor]) -> bool:
+    said, held = fields.get("attention_sink_bias"), any(name.endswith(SINK) for name in tensors)
+    if said is not None and bool(said) != held:
+        held_text = "holds" if held else "does not hold"
+        raise LayoutError(f"attention_sink_bias is {said!r}, but the weights file {held_text} {SINK} tensors")
+    return held
+
+
+def _dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[str]) -> str | None:
+    names = {
+        config[name].removeprefix("torch.") for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)
+    }
+    if len(names) > 1:
+        raise LayoutError(f"dtype is {config['dtype']!r}, but torch_dtype is {config['torch_dtype']!r}; write it once")
+    if names:
+        return names.pop()
+    held = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    if len(held) != 1:
+        raise LayoutError(f"dtype is missing, and the weights hold {held}; say in config.json which is meant")
+    notes.append(f"config.json declares no dtype; the weights hold {held[0]}")
+    return held[0]
+
+
+def _refuse_unsupported(config: dict[str, Any], fields: Fields) -> None:
+    wanted: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,), "quantization_config": ()}
+    for name, allowed in wanted.items():
+        value = config.get(name)
+        if value is not None and value not in allowed:
+            raise LayoutError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed)) or 'none'}")
+    draft_vocabulary, vocabulary = fields.get("draft_vocab_size"), fields.get("vocab_size")
+    if draft_vocabulary is not None and draft_vocabulary != vocabulary:
+        raise LayoutError(
+            f"draft_vocab_size is {draft_vocabulary}, but vocab_size is {vocabulary}; drafts of this layout use the "
+            "target's whole vocabulary"
+        )
+
+
+def _written_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for older readers."""
+    partial = rope.get("partial_rotary_factor", 1.0)
+    parameters = {name: value for name, value in rope.items() if name != "partial_rotary_factor" or partial != 1.0}
+    scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    written = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": parameters,
+    }
+    if partial != 1.0:
+        written["partial_rotary_factor"] = partial
+    return written
