@@ -41,8 +41,8 @@ def tiny_model(
 ) -> Any:
     """A random Hugging Face causal LM.
 
-    Mistral has a sliding window of 8 on every layer; Gemma 3 has one on every other layer, and soft-capped logits. The
-    weights are larger than a fresh model's, and norms are not all ones, so that attention and norms matter to the result.
+    Mistral has a sliding window of 8 on every layer; Gemma 3 has one on every other layer, and soft-capped logits.
+    Weights are larger than a fresh model's, and norms are not all ones, so that attention and norms matter.
     """
     config_class, model_class = _CLASSES[kind]
     fields: dict[str, Any] = {
@@ -66,7 +66,8 @@ def tiny_model(
         fields["sliding_window"] = 8
     if kind == "gemma3":
         kinds = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
-        fields |= {"sliding_window": 8, "layer_types": kinds, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}
+        fields |= {"sliding_window": 8, "layer_types": kinds}
+        fields |= {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}
     fields |= config_overrides
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

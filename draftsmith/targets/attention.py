@@ -59,13 +59,13 @@ class CachedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """query [batch, heads, w, d], key and value [batch, kv_heads, w, d] of the new tokens -> [batch, heads, w, d]."""
+        """New tokens' query [batch, heads, w, d], key and value [batch, kv_heads, w, d] -> [batch, heads, w, d]."""
         keys, values = self.cache.write(layer, self.positions, key, value)
         self.layers_run += 1
         batch, heads, width, head_dim = query.shape
         kv_heads = keys.shape[1]
         groups = heads // kv_heads
-        # The query heads that share a key head become more queries of that head, so that no key is read or copied twice.
+        # Query heads that share a key head become more queries of that head, so that no key is read or copied twice.
         query = query.reshape(batch, kv_heads, groups * width, head_dim)
         visible = self.visible(window, groups)
         if softcap is None:

@@ -12,9 +12,9 @@ class KeyValueCache:
     """Keys and values of every target layer for `batch` rows of up to `max_length` tokens.
 
     The entry of the token at position p of a row lies at index p of that row, so nothing has to be counted: whoever
-    writes says the positions, and whoever reads sees the entries up to its own position. Entries further right are never
-    looked at, whatever they hold; rolling a row back is forgetting, not erasing. Storage is allocated once and written
-    in place, so that a captured graph stays valid.
+    writes says the positions, and whoever reads sees the entries up to its own position. Entries further right carry no
+    weight, whatever (finite) values they hold, so rolling a row back needs no erasing. Storage is allocated once and
+    written in place, so that a captured graph stays valid.
 
     keys, values: one tensor [batch, kv_heads, max_length, head_dim] a layer.
     """

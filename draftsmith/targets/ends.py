@@ -1,16 +1,19 @@
 """The two ends of the target that a draft shares: token embeddings going in, output head coming out."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.location import locate, read_config, resolve_device, resolve_dtype
+from draftsmith.targets.tensors import TensorFiles
 
 # Configuration fields by which some models scale what goes in or comes out, outside their embedding and head modules.
-_SCALES = ("logit_scale", "logits_scaling", "embedding_multiplier", "scale_emb", "lm_head_multiplier", "output_multiplier_scale")
+_SCALES = ("logit_scale", "logits_scaling", "embedding_multiplier", "scale_emb", "lm_head_multiplier")
 
 
 def check_no_other_scales(text_config: PretrainedConfig) -> None:
@@ -19,8 +22,8 @@ def check_no_other_scales(text_config: PretrainedConfig) -> None:
         value = getattr(text_config, name, None)
         if value is not None and value != 1.0:
             raise DraftsmithError(
-                f"the target's model type {text_config.model_type!r} has {name} = {value}; draftsmith knows an embedding "
-                "scale inside the embedding module and a final_logit_softcapping, no other: this target is not supported"
+                f"the target's model type {text_config.model_type!r} has {name} = {value}; draftsmith knows Gemma's "
+                "embedding scale and final_logit_softcapping, no other: this target is not supported"
             )
 
 
@@ -85,13 +88,55 @@ class TargetEnds(nn.Module):
         if head is None:
             raise DraftsmithError(f"{type(model).__name__} has no output head; a causal language model is needed")
         if getattr(head, "bias", None) is not None:
-            raise DraftsmithError(f"the output head of {type(model).__name__} has a bias, which draftsmith does not support")
+            raise DraftsmithError(f"{type(model).__name__} has a bias on its output head; that is not supported")
         return cls(
             embedding.weight,
             head.weight,
             embedding_scale=embedding_scale(embedding),
             softcap=getattr(text_config, "final_logit_softcapping", None),
         )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "TargetEnds":
+        """The ends of a target by path (as for `Target.load`), reading no other weights.
+
+        Raises `DraftsmithError` for a path without a model, weights that are not safetensors, a model whose ends are
+        not an `embed_tokens` and an `lm_head` (or a tied head), or scales that draftsmith does not know.
+        """
+        location = locate(path)
+        config = read_config(location, revision, trust_remote_code)
+        text_config = config.get_text_config()
+        check_no_other_scales(text_config)
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        files = TensorFiles(location, revision)
+        embedding, head = files.read_one("embed_tokens.weight"), files.read_one("lm_head.weight")
+        if files.has("lm_head.bias"):
+            raise DraftsmithError(f"target {location.source} has a bias on its output head; that is not supported")
+        tied = config.tie_word_embeddings or text_config.tie_word_embeddings
+        if tied:  # one of the two may be left out of the files
+            embedding, head = (head if embedding is None else embedding), (embedding if head is None else head)
+        if embedding is None or head is None:
+            raise DraftsmithError(
+                f"the weights of {location.source} lack {'embed_tokens' if embedding is None else 'lm_head'}.weight "
+                f"(tie_word_embeddings is {tied}); the checkpoint is incomplete or of an unsupported kind"
+            )
+        resolved = resolve_dtype(dtype) or text_config.dtype or embedding.dtype
+        ends = cls(
+            embedding.to(resolved),
+            head.to(resolved),
+            embedding_scale=embedding_scale(shell.get_input_embeddings()),
+            softcap=getattr(text_config, "final_logit_softcapping", None),
+        )
+        return ends.to(resolve_device(device))
 
 
 def embedding_scale(embedding: nn.Module) -> float | None:

@@ -44,8 +44,8 @@ def check_tap_ids(ids: Sequence[int], num_layers: int) -> None:
     outside = [i for i in ids if not 0 <= i < num_layers]
     if outside:
         raise DraftsmithError(
-            f"tap ids {outside} are not layers of the target: it has {num_layers}, so ids run from 0 to {num_layers - 1} "
-            "(ids that other projects write are often one higher)"
+            f"tap ids {outside} are not layers of the target: it has {num_layers}, so ids run from 0 to "
+            f"{num_layers - 1} (ids that other projects write are often one higher)"
         )
     if len(set(ids)) < len(ids):
         raise DraftsmithError(f"tap ids {list(ids)} name a layer twice; each layer can be tapped once")
@@ -63,7 +63,7 @@ def from_layer_input_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
     """The inverse of `to_layer_input_ids`. Raises `DraftsmithError` for id 0, the embeddings, which no tap can mean."""
     if any(j < 1 for j in layer_ids):
         raise DraftsmithError(
-            f"layer ids {list(layer_ids)} in the 'input of layer' convention must be at least 1: 0 is the embedding output"
+            f"layer ids {list(layer_ids)} name inputs of layers, so they must be at least 1: 0 is the embedding output"
         )
     return tuple(j - 1 for j in layer_ids)
 

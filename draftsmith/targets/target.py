@@ -2,24 +2,32 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.location import Location, locate, read_config, resolve_device, resolve_dtype
+from draftsmith.targets.probe import check_ends
 from draftsmith.targets.taps import check_tap_ids, tap_layers
+
+# Layers whose attention over a cache is known; recurrent and chunked ones keep other state.
+_CACHED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
 class TargetStates:
     """What a target forward returns.
 
-    taps [B, w, T*H], the tapped layers' outputs in the order asked for, or None if none were; final_state [B, w, H], the
-    state after the final norm, which enters the output head, or None if it was not asked for.
+    taps [B, w, T*H], the tapped layers' outputs in the order asked for, or None if none were; final_state [B, w, H],
+    the state after the final norm, which enters the output head, or None if it was not asked for.
     """
 
     taps: Tensor | None
@@ -27,22 +35,79 @@ class TargetStates:
 
 
 class Target:
-    """A Hugging Face causal language model, seen as draftsmith needs it."""
+    """A Hugging Face causal language model, seen as draftsmith needs it: frozen, in evaluation mode.
+
+    model: the Hugging Face model; tokenizer: its tokenizer, or None; source, revision: where it came from (revision is
+    the hub commit, None for what is not from the hub); text_config: the language model's own configuration; ends: its
+    embedding and output head.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, source: str, revision: str | None) -> None:
-        self.model = model
+        self.model = model.eval()
         self.tokenizer = tokenizer
         self.source = source
         self.revision = revision
         self.text_config = model.config.get_text_config()
-        self.ends = TargetEnds.from_model(model, self.text_config)
         self._decoder = model.get_decoder()
-        self._layers: nn.ModuleList = self._decoder.layers
+        layers = getattr(self._decoder, "layers", None)
+        limit = getattr(self.text_config, "max_position_embeddings", None)
+        if not isinstance(layers, nn.ModuleList) or limit is None or model.config.is_encoder_decoder:
+            raise DraftsmithError(
+                f"target {source} is a {type(model).__name__}; a decoder-only causal language model is needed "
+                "(Llama, Qwen, Mistral, Gemma and their like)"
+            )
+        self._layers = layers
+        self.max_position_embeddings: int = limit
+        self.ends = TargetEnds.from_model(model, self.text_config)
+        check_ends(model, self._decoder, layers[0], self.ends)
 
     @classmethod
     def from_model(cls, hf_model: Any, tokenizer: Any = None) -> "Target":
-        """Wrap a model already in memory."""
-        return cls(hf_model, tokenizer, hf_model.config._name_or_path or "in memory", None)
+        """Wrap a Hugging Face causal LM already in memory, sharing its weights; it is put into evaluation mode.
+
+        Raises `DraftsmithError` for a model that is not a decoder-only causal LM, or whose embeddings or logits
+        draftsmith cannot compute exactly (checked on a few tokens).
+        """
+        return cls(hf_model, tokenizer, hf_model.config._name_or_path or "in memory", _commit(hf_model))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load a target: a hub id, a local model directory, or a .gguf file (dequantised once, see `targets.gguf`).
+
+        dtype: 'auto' (the checkpoint's), 'float32', 'bfloat16', 'float16'; device: 'auto', 'cpu', 'cuda', 'cuda:N'.
+        Weights are read from safetensors only. `tokenizer` is None for a local directory that has none.
+        Raises `DraftsmithError` for a missing path, something that is not a causal LM, weights that are missing or
+        do not fit, or a device that is not there; and as `from_model`.
+        """
+        location = locate(path)
+        resolved_device, resolved_dtype = resolve_device(device), resolve_dtype(dtype)
+        config = read_config(location, revision, trust_remote_code)
+        origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                location.name,
+                dtype=resolved_dtype or "auto",
+                device_map={"": resolved_device},
+                use_safetensors=True,
+                output_loading_info=True,
+                **origin,
+            )
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+            raise DraftsmithError(
+                f"cannot load target {location.source!r} ({config.model_type}) as a causal language model: {error}"
+            ) from error
+        model, info = loaded
+        _check_all_loaded(location, info)
+        tokenizer = AutoTokenizer.from_pretrained(location.name, **origin) if location.has_tokenizer else None
+        return cls(model, tokenizer, location.source, _commit(model))
 
     @property
     def hidden_size(self) -> int:
@@ -57,10 +122,6 @@ class Target:
         return len(self._layers)
 
     @property
-    def max_position_embeddings(self) -> int:
-        return self.text_config.max_position_embeddings
-
-    @property
     def device(self) -> torch.device:
         return self.ends.head_weight.device
 
@@ -69,8 +130,17 @@ class Target:
         return self.ends.head_weight.dtype
 
     def new_cache(self, batch: int, max_length: int) -> KeyValueCache:
-        """An empty cache for `batch` rows of up to `max_length` tokens."""
+        """An empty cache for `batch` rows of up to `max_length` tokens, for `forward`.
+
+        Raises `DraftsmithError` for a target with layers other than full and sliding-window attention.
+        """
         config = self.text_config
+        unknown = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
+        if unknown:
+            raise DraftsmithError(
+                f"target {self.source} has layers of kind {', '.join(sorted(unknown))}; draftsmith decodes targets "
+                f"with {' and '.join(sorted(_CACHED_LAYERS))} only"
+            )
         heads = config.num_attention_heads
         return KeyValueCache.allocate(
             self.num_layers,
@@ -125,3 +195,18 @@ class Target:
                 "draftsmith's attention; this model type cannot be decoded with draftsmith"
             )
         return output.last_hidden_state
+
+
+def _check_all_loaded(location: Location, info: dict[str, Any]) -> None:
+    """A weight that the checkpoint lacks would stay random, with no more than a warning from transformers."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise DraftsmithError(
+            f"the weights of target {location.source} lack {len(missing)} tensors, such as {', '.join(missing[:5])}; "
+            "the checkpoint is incomplete or its configuration is another model's"
+        )
+
+
+def _commit(model: Any) -> str | None:
+    """The hub commit that a model was loaded from; None for one that is not from the hub."""
+    return getattr(model.config, "_commit_hash", None)

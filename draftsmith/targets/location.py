@@ -1,0 +1,88 @@
+"""Where a target lies and how it is to be loaded: paths, devices and dtypes as users write them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.gguf import converted
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A target's files: `source` as the user wrote it, `name` for transformers (a directory or a hub id), and the local
+    `directory`, None for a hub id."""
+
+    source: str
+    name: str
+    directory: Path | None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """False for a local directory without tokenizer files; a hub id is taken to have one."""
+        return self.directory is None or any((self.directory / name).exists() for name in _TOKENIZER_FILES)
+
+
+def locate(path: str | Path) -> Location:
+    """Find a target by local directory, .gguf file or hub id. A GGUF file is converted on its first use.
+
+    Raises `DraftsmithError` for a path that does not exist or holds no model.
+    """
+    source = str(path)
+    local = Path(path).expanduser()
+    if local.suffix == ".gguf":
+        directory = converted(local)
+        return Location(source, str(directory), directory)
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise DraftsmithError(f"{local} has no config.json; a target directory holds a Hugging Face model")
+        return Location(source, str(local), local)
+    if local.exists():
+        raise DraftsmithError(f"{local} is neither a model directory nor a .gguf file")
+    if local.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+        raise DraftsmithError(
+            f"there is no target at {source}: no such directory, and hub ids look like 'organisation/model'"
+        )
+    return Location(source, source, None)
+
+
+def read_config(location: Location, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration at a location. Raises `DraftsmithError` if there is none or transformers does not know it."""
+    try:
+        return AutoConfig.from_pretrained(location.name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DraftsmithError(
+            f"cannot read the configuration of target {location.source!r}, looked for "
+            f"{'on the hub' if location.directory is None else 'in that directory'}: {error}"
+        ) from error
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """'float32', 'bfloat16', 'float16' or a torch dtype -> torch dtype; 'auto' -> None, the checkpoint's own."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return None
+    if dtype not in _DTYPES:
+        raise DraftsmithError(f"dtype {dtype!r} is not supported for targets; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """A torch device; 'auto' is cuda if there is one, else cpu. Raises `DraftsmithError` for one that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise DraftsmithError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N") from error
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise DraftsmithError(
+            f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+        )
+    return resolved

@@ -1,0 +1,19 @@
+"""The recipe's `target` section."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TargetOptions(BaseModel):
+    """Which model is the target, and how it is loaded. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(description="Hub id, local model directory, or path of a .gguf file.")
+    dtype: str = Field(
+        default="auto",
+        description="auto (as the checkpoint says), float32, bfloat16 or float16.",
+        pattern="^(auto|float32|bfloat16|float16)$",
+    )
+    device: str = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda, cuda:1 ...")
+    revision: str | None = Field(default=None, description="Hub branch, tag or commit.")
+    trust_remote_code: bool = Field(default=False, description="Run model code that the checkpoint brings along.")
