@@ -1,0 +1,1 @@
+"""Running a target over samples to fill a feature store."""

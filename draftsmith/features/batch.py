@@ -12,7 +12,8 @@ class PackedBatch:
 
     input_ids [R, S] int64; loss_mask [R, S] bool (False on the tail); positions [R, S] int64, a token's position in its
     own document; document [R, S] int64, the index of the token's document within its row (the tail counts as one more);
-    features: name -> [R, S, width] (names and widths as the `CaptureLayout` says); sample_ids: per row, its documents' ids.
+    features: name -> [R, S, width] (names and widths as the `CaptureLayout` says); sample_ids: per row, the ids of its
+    documents.
     """
 
     input_ids: Tensor

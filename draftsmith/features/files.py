@@ -32,14 +32,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the name `path` only once it is written and synced.
 
     A crash at any moment leaves the old file, or none, or the new one, and perhaps a file ending in ".partial".
+    Raises `StoreError` where the disk refuses.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path} ({error}); make room or mend the permissions, and start again to go on from there"
+        ) from error
 
 
 def sync_directory(directory: Path) -> None:

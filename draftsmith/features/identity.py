@@ -28,7 +28,7 @@ _SAMPLED_WEIGHTS = 1 << 16
 
 @dataclass(frozen=True)
 class Provenance:
-    """What made the features of a store: the target, and the tokenizer and template of its token ids (None: unknown)."""
+    """What made a store's features: the target, and the tokenizer and template of its ids (None: unknown)."""
 
     target: TargetIdentity
     tokenizer: TokenizerIdentity | None

@@ -202,3 +202,23 @@ def read_manifest(directory: Path | str) -> StoreManifest:
             "(run `draftsmith capture` again to finish it)"
         )
     return _parse(path, StoreManifest)
+
+
+def header_differences(store: StoreHeader, wanted: StoreHeader) -> str:
+    """Every field in which two headers differ, as `field: the store has X, this run needs Y`."""
+
+    def fields(values: dict[str, object], prefix: str = "") -> dict[str, object]:
+        flat: dict[str, object] = {}
+        for name, value in values.items():
+            if isinstance(value, dict):
+                flat |= fields(value, f"{prefix}{name}.")
+            else:
+                flat[prefix + name] = value
+        return flat
+
+    have, need = fields(store.model_dump()), fields(wanted.model_dump())
+    return "; ".join(
+        f"{name}: the store has {have.get(name)!r}, this run needs {need.get(name)!r}"
+        for name in dict.fromkeys([*have, *need])
+        if have.get(name) != need.get(name)
+    )

@@ -32,6 +32,7 @@ from draftsmith.features.manifest import (
     StoreError,
     StoreHeader,
     StoreManifest,
+    header_differences,
     read_header,
     to_json,
 )
@@ -66,12 +67,27 @@ def existing_header(directory: Path) -> StoreHeader | None:
     return None
 
 
+def claimed_by(directory: Path, header: StoreHeader) -> bool:
+    """Whether `directory` already holds (part of) a store of exactly this header; False where it holds none.
+
+    Raises `StoreError`, naming every field that differs, where it holds another store.
+    """
+    existing = existing_header(directory)
+    if existing is not None and existing != header:
+        raise StoreError(
+            f"{directory} holds a store of something else: {header_differences(existing, header)}. "
+            "Give another directory, or delete this one"
+        )
+    return existing is not None
+
+
 class StoreWriter:
     """Appends records to a store in `directory`, resuming what is there.
 
     Several writers (one a process) may fill one directory, each with its own `number`; their samples must be disjoint.
     Records become durable a shard at a time: features file, then tokens file; a shard counts once its tokens file is
-    there. `finish_store` then makes the whole a store. Leaving the context by an exception drops the open shard.
+    there. `finish_store` then makes the whole a store. Leaving the context writes the last shard, also when an exception
+    ends the work: records that were added are good whatever came after.
 
     Raises `StoreError` where the directory holds another store (every differing field is named) or where another
     process is writing with the same number.
@@ -92,7 +108,7 @@ class StoreWriter:
         self._pending_bytes = 0
 
         self.directory.mkdir(parents=True, exist_ok=True)
-        new = self._check_directory()
+        new = not claimed_by(self.directory, header)
         self._lock = _lock(self.directory / f"writer-{number:04d}.lock")
         if new:
             with replacing(self.directory / HEADER_FILE) as file:
@@ -101,16 +117,6 @@ class StoreWriter:
         self._next_shard = 1 + max(
             (int(path.name[len(self._prefix) :].split(".")[0]) for path in self._own_files(TOKENS_ENDING)), default=-1
         )
-
-    def _check_directory(self) -> bool:
-        """Whether the directory is new to stores; raises where it belongs to another store."""
-        existing = existing_header(self.directory)
-        if existing is not None and existing != self.header:
-            raise StoreError(
-                f"{self.directory} holds a store of something else: {header_differences(existing, self.header)}. "
-                "Give another directory, or delete this one"
-            )
-        return existing is None
 
     def _own_files(self, ending: str) -> list[Path]:
         return sorted(self.directory.glob(f"{self._prefix}*{ending}"))
@@ -129,8 +135,7 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                self.flush()
+            self.flush()
         finally:
             os.close(self._lock)
 
@@ -277,26 +282,6 @@ def _write_index(directory: Path, shards: list[FinishedShard]) -> FileEntry:
             "supervised": Pieces([supervised]),
         },
         metadata={},
-    )
-
-
-def header_differences(store: StoreHeader, wanted: StoreHeader) -> str:
-    """Every field in which two headers differ, as `field: the store has X, this run needs Y`."""
-
-    def fields(values: dict[str, object], prefix: str = "") -> dict[str, object]:
-        flat: dict[str, object] = {}
-        for name, value in values.items():
-            if isinstance(value, dict):
-                flat |= fields(value, f"{prefix}{name}.")
-            else:
-                flat[prefix + name] = value
-        return flat
-
-    have, need = fields(store.model_dump()), fields(wanted.model_dump())
-    return "; ".join(
-        f"{name}: the store has {have.get(name)!r}, this run needs {need.get(name)!r}"
-        for name in dict.fromkeys([*have, *need])
-        if have.get(name) != need.get(name)
     )
 
 

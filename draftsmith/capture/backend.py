@@ -1,0 +1,16 @@
+"""What runs the target: samples in, features out."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from draftsmith.data.sample import Sample
+
+
+class CaptureBackend(Protocol):
+    """Computes the features of a batch of samples, as its `CaptureLayout` says."""
+
+    def features(self, samples: Sequence[Sample]) -> list[dict[str, Tensor]]:
+        """For every sample, in order: name -> [S, width], in any float dtype, on any device."""
+        ...

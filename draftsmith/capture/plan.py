@@ -1,0 +1,95 @@
+"""The work of a capture before it starts: its batches, its size, and what an earlier run has already done."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draftsmith.data.sample import Sample
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.files import open_safetensors
+from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.shards import finished_shards
+
+# Besides the features: token id and loss mask of a token; ids, offsets and checksums of a sample, in shard and index.
+_TOKEN_BYTES = 5
+_SAMPLE_BYTES = 96
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """What a capture is going to store, and the room there is for it."""
+
+    samples: int
+    tokens: int
+    bytes: int
+    free_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples:,} samples, {self.tokens:,} tokens: {readable_bytes(self.bytes)} to be written, "
+            f"{readable_bytes(self.free_bytes)} free"
+        )
+
+
+def readable_bytes(count: float) -> str:
+    """A number of bytes with a binary unit, such as `1.5 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def estimate_size(samples: Sequence[Sample], layout: CaptureLayout, directory: Path | str) -> SizeEstimate:
+    """The bytes that `samples` take in a store of `layout`, and the free bytes where `directory` lies or will lie."""
+    tokens = sum(sample.input_ids.shape[0] for sample in samples)
+    size = tokens * (layout.bytes_per_token + _TOKEN_BYTES) + len(samples) * _SAMPLE_BYTES
+    place = Path(directory).absolute()
+    while not place.exists():
+        place = place.parent
+    return SizeEstimate(len(samples), tokens, size, shutil.disk_usage(place).free)
+
+
+def plan_batches(samples: Sequence[Sample], tokens_per_batch: int) -> list[list[Sample]]:
+    """Group samples of like length, longest first; a batch padded to its longest has at most `tokens_per_batch` tokens.
+
+    The batches depend on the samples alone, not on what is already done: a sample is always computed beside the same
+    neighbours, and a resumed capture therefore gives the very bits of an uninterrupted one.
+    """
+    batches: list[list[Sample]] = []
+    width = 0
+    for sample in sorted(samples, key=lambda sample: -sample.input_ids.shape[0]):
+        if batches and (len(batches[-1]) + 1) * width <= tokens_per_batch:
+            batches[-1].append(sample)
+        else:
+            batches.append([sample])
+            width = sample.input_ids.shape[0]
+    return batches
+
+
+def finished_samples(directory: Path, samples: Sequence[Sample]) -> set[str]:
+    """The ids of `samples` that the store in `directory` already holds.
+
+    Raises `DraftsmithError` where it holds a sample that is not among them, or one with other tokens or another loss
+    mask: then the data has changed since, and the store would be a mixture of both.
+    """
+    wanted = {sample.id: sample for sample in samples}
+    finished: set[str] = set()
+    advice = f"the data has changed since; capture into another directory, or delete {directory}"
+    for shard in finished_shards(directory):
+        tokens = open_safetensors(directory / shard.entry.tokens_file.name)
+        input_ids = tokens.get_tensor("input_ids").split(shard.lengths)
+        loss_mask = tokens.get_tensor("loss_mask").split(shard.lengths)
+        for sample_id, ids, mask in zip(shard.sample_ids, input_ids, loss_mask, strict=True):
+            if sample_id not in wanted:
+                raise DraftsmithError(f"{directory} holds sample {sample_id!r}, which is not in the data: {advice}")
+            sample = wanted[sample_id]
+            if not torch.equal(ids.to(torch.int64), sample.input_ids):
+                raise DraftsmithError(f"{directory} holds sample {sample_id!r} with other tokens: {advice}")
+            if not torch.equal(mask.to(torch.bool), sample.loss_mask):
+                raise DraftsmithError(f"{directory} holds sample {sample_id!r} with another loss mask: {advice}")
+            finished.add(sample_id)
+    return finished
