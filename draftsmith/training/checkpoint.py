@@ -77,8 +77,7 @@ class RunCheckpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, partial / WEIGHTS)
-            with (partial / STATE).open("wb") as file:
-                torch.save(state, file)
+            _save_state(state, partial / STATE)
             position = position.model_copy(
                 update={"files": {name: (partial / name).stat().st_size for name in (WEIGHTS, STATE)}}
             )
@@ -119,7 +118,7 @@ class RunCheckpoints:
         return checkpoints[-1] if checkpoints else None
 
     def best(self) -> Checkpoint | None:
-        """The evaluated checkpoint of the highest score (the earliest of equals), or None where none was evaluated."""
+        """The evaluated checkpoint of the highest score (the latest of equals), or None where none was evaluated."""
         ranked = _by_score(self.all())
         return ranked[0] if ranked else None
 
@@ -135,8 +134,8 @@ class RunCheckpoints:
 
 
 def _by_score(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    scored = [(c.position.score, c) for c in checkpoints if c.position.score is not None]
-    return [checkpoint for _, checkpoint in sorted(scored, key=lambda pair: -pair[0])]
+    scored = [(c.position.score, c.position.step, c) for c in checkpoints if c.position.score is not None]
+    return [checkpoint for _, _, checkpoint in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
 
 
 def _read_position(directory: Path) -> Position:
@@ -158,6 +157,17 @@ def _fault(directory: Path) -> str | None:
         if path.stat().st_size != position.files.get(name):
             return f"{name} has {path.stat().st_size} bytes, {position.files.get(name)} were written"
     return None
+
+
+def _save_state(state: dict[str, Any], path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        # A failed write makes torch fail once more while it closes the archive; the first failure is the reason.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def _flush(path: Path) -> None:

@@ -101,8 +101,10 @@ class Loop:
     def run(self, stage: Stage) -> str | None:
         """Train to the end; returns None, or the signal that stopped the run early. The last state is saved either
         way."""
-        if self.position.step == 0:
-            self.evaluate()
+        # A request to stop has precedence over an evaluation, which is then still to be made.
+        due = self.position.step == 0 or _due(self.position.step, self.options.eval_every)
+        if due and self.position.evaluation is None and self.evaluate():
+            self.save()
         with StopRequest() as request:
             self.clock = _Clock()
             start = self.position
@@ -196,7 +198,7 @@ class Loop:
             self.log.log("eval", self.position.step, values)
         found = score(averages, self.options.best_by)
         self.position = self.position.model_copy(update={"evaluation": values, "score": found})
-        if found is None or self.position.step == 0 or (self.best_score is not None and found <= self.best_score):
+        if found is None or self.position.step == 0 or (self.best_score is not None and found < self.best_score):
             return False
         self.best_score = found
         return self.options.keep_best > 0

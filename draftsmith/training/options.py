@@ -12,15 +12,16 @@ class _Section(BaseModel):
 
 
 class TrainOptions(_Section):
-    """How a draft is trained. A step always means one optimiser step of the whole run, whatever the number of
-    processes.
+    """How a draft is trained. A step always means one optimiser step of all processes together.
 
-    Length: `epochs` passes over the store, or exactly `max_steps` steps when that is given (as many passes as it
-    takes). Batch: a row holds whole documents, up to `tokens_per_row` tokens; a step consumes `rows_per_step` rows of
-    all processes together, `rows_per_forward` at a time in each; the ratio is the gradient accumulation. Optimiser:
-    AdamW on fp32 weights; the learning rate warms up linearly over `warmup_ratio` of the steps to `lr` and falls
-    along a cosine to `lr * min_lr_ratio`; `weight_decay` applies to matrices only; `clip` bounds the gradient's norm
-    (None: not clipped).
+    Length: `epochs` passes over the store, or exactly `max_steps` steps when that is given, however many passes it takes.
+
+    Batch: a row holds whole documents, up to `tokens_per_row` tokens. A step consumes `rows_per_step` rows of all
+    processes together, `rows_per_forward` at a time in each; the ratio is the gradient accumulation.
+
+    Optimiser: AdamW on fp32 weights. The learning rate warms up linearly over `warmup_ratio` of the steps to `lr` and
+    falls along a cosine to `lr * min_lr_ratio`; `weight_decay` applies to matrices only; `clip` bounds the gradient's
+    norm (None: not clipped).
     """
 
     epochs: PositiveInt = 1

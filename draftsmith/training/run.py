@@ -99,6 +99,11 @@ def train(
     autocast = torch.bfloat16 if _resolved_precision(options, device) == "bf16" else None
 
     training, held_out = split_documents(store.sample_ids, options.eval_share)
+    if not any(store.supervised[i] for i in training):
+        raise DraftsmithError(
+            f"{store.directory}: no supervised token in {len(training)} training documents, so there is nothing to learn; "
+            "look at the loss masks (`draftsmith inspect`)"
+        )
     plan = StepPlan(
         [store.lengths[i] for i in training],
         [store.sample_ids[i] for i in training],
@@ -231,7 +236,7 @@ def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> t
     accelerator = Accelerator(
         cpu=torch.device(wanted).type == "cpu",
         mixed_precision="no",
-        log_with=wanted_trackers(track),
+        log_with=wanted_trackers(track) or None,
         project_config=ProjectConfiguration(project_dir=str(run_dir), logging_dir=str(run_dir / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.drafts.backbone import WRAPPED_SUBLAYERS
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.draft import Draft, file_name
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import read_directory
 
@@ -36,7 +36,7 @@ class WarmStart:
         lacks altogether keeps its fresh weights, with a warning that names its modules. `mask_token_id` or
         `target_layer_ids` other than the checkpoint's are a warning. Raises `DraftsmithError` listing every mismatch.
         """
-        wanted = {name.split(".", 1)[1]: (name, tensor) for name, tensor in draft.state_dict().items()}
+        wanted = {file_name(name): (name, tensor) for name, tensor in draft.state_dict().items()}
         added = {canonical for canonical, (name, _) in wanted.items() if _is_added(name)}
         fresh = added if not added & self.tensors.keys() else set()
         faults = [
@@ -77,7 +77,11 @@ def read_warm_start(directory: str) -> WarmStart:
         raise DraftsmithError(
             f"draft.init_from: there is no directory {path}; it takes one with a draft's config.json and weights"
         )
-    found = read_directory(path)
+    found = read_directory(path, strict=True)
+    for note in found.notes:
+        _log.warning("%s: %s", path, note)
+    if found.ignored:
+        _log.warning("%s: drafts have no %s; not loaded", path, ", ".join(found.ignored))
     return WarmStart(directory, DraftConfig.parse(found.config), found.tensors)
 
 

@@ -1,0 +1,88 @@
+"""A small language that a draft can learn by heart, captured from a tiny random target."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.algorithms.dflash import DFlashSection
+from draftsmith.features.identity import target_identity
+from draftsmith.features.manifest import StoreHeader
+from draftsmith.features.reader import Store
+from draftsmith.features.record import Record
+from draftsmith.features.schema import TAPS, CaptureLayout
+from draftsmith.features.shards import StoreWriter, finish_store
+from draftsmith.targets.target import Target
+from draftsmith.training.options import TrackOptions, TrainOptions
+from tests.tiny import tiny_target
+
+MASK = 18
+SYMBOLS = 16
+TAP_IDS = (1, 2)
+QUIET = TrackOptions(console=False, tensorboard=False, every=1)
+
+
+def counting_target() -> Target:
+    return tiny_target("llama", vocab_size=19, num_layers=4)
+
+
+def identity_of(target: Target) -> Any:
+    return target_identity("tiny", None, target.text_config, target.ends.head_weight)
+
+
+def counting_store(
+    directory: Path,
+    target: Target,
+    *,
+    documents: int = 20,
+    unsupervised: tuple[int, ...] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Store:
+    """Documents of 9 to 23 tokens: a prompt token, then 0, 1, ..., SYMBOLS-1, 0, ... from a random start. The documents
+    numbered in `unsupervised` have an empty loss mask."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = CaptureLayout(TAP_IDS, target.hidden_size, final_state=False, dtype=dtype)
+    with StoreWriter(directory, StoreHeader.for_layout(layout, identity_of(target), None)) as writer:
+        for number in range(documents):
+            length = int(torch.randint(9, 24, (), generator=generator))
+            start = int(torch.randint(SYMBOLS, (), generator=generator))
+            ids = (torch.arange(length) + start) % SYMBOLS
+            ids[0] = SYMBOLS + 1
+            states = target.forward(ids[None], torch.arange(length)[None], tap_ids=TAP_IDS, final_state=False)
+            mask = torch.ones(length, dtype=torch.bool)
+            mask[0] = False
+            if number in unsupervised:
+                mask[:] = False
+            assert states.taps is not None
+            writer.add(Record(f"doc-{number}", ids, mask, {TAPS: states.taps[0].to(dtype)}))
+    finish_store(directory)
+    return Store.open(directory)
+
+
+def section(**fields: Any) -> DFlashSection:
+    return DFlashSection(
+        **{
+            "mask_token_id": MASK,
+            "block_size": 4,
+            "num_hidden_layers": 1,
+            "target_layer_ids": TAP_IDS,
+            "dtype": "float32",
+            **fields,
+        }
+    )
+
+
+def options(**fields: Any) -> TrainOptions:
+    return TrainOptions(
+        **{
+            "device": "cpu",
+            "tokens_per_row": 48,
+            "num_anchors": 8,
+            "rows_per_step": 2,
+            "max_steps": 6,
+            "lr": 3e-3,
+            "eval_share": 0.15,
+            **fields,
+        }
+    )

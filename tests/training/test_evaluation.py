@@ -1,0 +1,87 @@
+import pytest
+import torch
+from accelerate import Accelerator
+
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.errors import DraftsmithError
+from draftsmith.training.batches import BlockSampler
+from draftsmith.training.evaluation import Evaluation, score, split_documents
+from draftsmith.training.forward import DraftLoss
+from tests.tiny_draft import tiny_draft
+from tests.training.counting import MASK, section
+
+IDS = [f"sample-{i}" for i in range(57)]
+
+
+def test_the_split_depends_on_ids_alone():
+    training, held_out = split_documents(IDS, 0.1)
+    assert len(held_out) == 6
+    assert sorted(training + held_out) == list(range(57))
+    reverse = list(reversed(IDS))
+    again = split_documents(reverse, 0.1)[1]
+    assert {IDS[i] for i in held_out} == {reverse[i] for i in again}
+
+
+def test_a_larger_share_keeps_what_a_smaller_one_held_out():
+    assert set(split_documents(IDS, 0.1)[1]) < set(split_documents(IDS, 0.3)[1])
+
+
+def test_at_least_one_document_is_held_out_and_never_all():
+    assert len(split_documents(IDS[:4], 0.01)[1]) == 1
+    assert split_documents(IDS[:4], 0.0) == ([0, 1, 2, 3], [])
+    with pytest.raises(DraftsmithError, match="eval_share is 0.05 of 1 documents"):
+        split_documents(IDS[:1], 0.05)
+
+
+@pytest.fixture
+def parts(target, store):
+    draft = tiny_draft(target, block_size=4, mask_token_id=MASK, target_layer_ids=(1, 2))
+    method = algorithm("dflash")
+    objective = method.objective(draft.config, section())
+    loss = DraftLoss(draft, target.ends, objective, attention=AttentionBackend.DENSE, autocast=None)
+    sampler = BlockSampler(store, method.block_layout(draft.config), MASK, 48, 3, seed=5, visible_slots=None)
+
+    def evaluation(rank=0, num_ranks=1):
+        documents = [3, 4, 9, 11, 17]
+        return Evaluation(
+            sampler,
+            documents,
+            [store.lengths[i] for i in documents],
+            [store.sample_ids[i] for i in documents],
+            rows_per_forward=1,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+
+    return loss, evaluation
+
+
+def test_two_evaluations_of_one_draft_are_equal_and_of_two_are_not(parts):
+    loss, evaluation = parts
+    accelerator = Accelerator(cpu=True)
+    run = evaluation().run
+    first = run(loss, torch.device("cpu"), 0.0, accelerator)
+    assert run(loss, torch.device("cpu"), 0.0, accelerator) == first
+    assert loss.training
+    assert set(first) == {"loss", "accuracy", "accept_length"}
+    with torch.no_grad():
+        loss.draft.backbone.fc.weight.mul_(-1)
+    assert run(loss, torch.device("cpu"), 0.0, accelerator)["loss"] != first["loss"]
+
+
+def test_the_shares_of_the_processes_add_up_to_the_whole(parts):
+    loss, evaluation = parts
+    rows = sorted(row for forward in evaluation()._forwards for row in forward.rows)
+    dealt = [evaluation(rank, 4)._forwards for rank in range(4)]
+    assert {len(forwards) for forwards in dealt} == {1}
+    assert sorted(row for forwards in dealt for f in forwards if f.counted for row in f.rows) == rows
+
+
+def test_score_is_higher_for_the_better():
+    averages = {"loss": 2.0, "accept_length": 1.5, "accuracy": [0.5]}
+    assert score(averages, "loss") == -2.0
+    assert score(averages, "accept_length") == 1.5
+    assert score({"loss": None}, "loss") is None
+    with pytest.raises(DraftsmithError, match="best_by is 'accept_length'.*reports loss"):
+        score({"loss": 1.0}, "accept_length")
