@@ -1,0 +1,122 @@
+"""The ends alone: the same embeddings and logits as the full model, from two tensors of its files."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import GraniteConfig
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.target import Target
+from tests.tiny import KINDS, tiny_model, tiny_target
+
+
+@pytest.mark.parametrize("shards", ["single", "sharded"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_alone_they_equal_the_full_models(kind, tied, shards, tmp_path):
+    model = tiny_model(kind, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if shards == "sharded" else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "sharded")
+    full, alone = Target.load(tmp_path).ends, TargetEnds.load(tmp_path)
+    ids, hidden = torch.randint(0, 97, (3, 5)), torch.randn(3, 5, 32)
+    torch.testing.assert_close(alone.embed(ids), full.embed(ids), rtol=0, atol=0)
+    torch.testing.assert_close(alone.project(hidden), full.project(hidden), rtol=0, atol=0)
+    assert (alone.vocab_size, alone.hidden_size, alone.softcap) == (97, 32, full.softcap)
+    same = alone.head_weight.data_ptr() == alone.embedding_weight.data_ptr()
+    assert same == tied == torch.equal(full.head_weight, full.embedding_weight)
+
+
+def test_only_the_files_with_the_ends_are_read(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {index["model.embed_tokens.weight"], index["lm_head.weight"]}
+    for name in set(index.values()) - needed:
+        (tmp_path / name).write_bytes(b"not read")
+    assert TargetEnds.load(tmp_path).vocab_size == 97
+    (tmp_path / index["lm_head.weight"]).unlink()
+    with pytest.raises(DraftsmithError, match=r"lacks .*where its index places lm_head\.weight"):
+        TargetEnds.load(tmp_path)
+
+
+def test_plain_arithmetic():
+    embedding, head = torch.randn(11, 6), torch.randn(11, 6)
+    ends = TargetEnds(embedding, head, embedding_scale=2.5, softcap=3.0)
+    ids, hidden = torch.tensor([[4, 0], [10, 4]]), 4 * torch.randn(2, 2, 6)
+    torch.testing.assert_close(ends.embed(ids), embedding[ids] * 2.5)
+    raw = torch.einsum("...h,vh->...v", hidden, head)
+    torch.testing.assert_close(ends.project(hidden), 3.0 * torch.tanh(raw / 3.0))
+    assert raw.abs().max() > 3.0
+    plain = TargetEnds(embedding, head)
+    torch.testing.assert_close(plain.embed(ids), embedding[ids])
+    torch.testing.assert_close(plain.project(hidden), raw)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemmas_scale_is_counted_once_and_rounded_like_the_models(dtype):
+    target = tiny_target("gemma3", dtype=dtype)  # sqrt(32) is not a bfloat16 number
+    ids = torch.randint(0, 97, (2, 7))
+    embedded = target.model.get_input_embeddings()(ids)
+    torch.testing.assert_close(target.ends.embed(ids), embedded, rtol=0, atol=0)
+    ratio = embedded.float() / functional.embedding(ids, target.ends.embedding_weight).float()
+    torch.testing.assert_close(ratio.mean(), torch.tensor(32**0.5), rtol=1e-2, atol=0)
+
+
+def test_they_are_frozen_share_the_models_tensors_and_stay_out_of_checkpoints():
+    target = tiny_target("llama")
+    ends = target.ends
+    assert ends.head_weight.data_ptr() == target.model.lm_head.weight.data_ptr()
+    assert ends.state_dict() == {}
+    assert list(ends.parameters()) == []
+    hidden = torch.randn(2, 32, requires_grad=True)
+    ends.project(hidden).sum().backward()
+    assert hidden.grad is not None
+    assert target.model.lm_head.weight.grad is None
+
+
+def test_dtype_on_loading(tmp_path):
+    tiny_model("gemma3", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert TargetEnds.load(tmp_path).head_weight.dtype == torch.bfloat16
+    ends = TargetEnds.load(tmp_path, dtype="float32")
+    full = Target.load(tmp_path, dtype="float32").ends
+    ids = torch.arange(9)
+    torch.testing.assert_close(ends.embed(ids), full.embed(ids), rtol=0, atol=0)
+    assert ends.embed(ids).dtype == torch.float32
+
+
+def test_a_head_that_differs_from_a_tied_configuration_is_kept(tmp_path):
+    tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    ends, full = TargetEnds.load(tmp_path), Target.load(tmp_path).ends
+    assert not torch.equal(ends.head_weight, ends.embedding_weight)
+    torch.testing.assert_close(ends.head_weight, full.head_weight, rtol=0, atol=0)
+
+
+def test_weights_that_are_missing_ambiguous_or_elsewhere(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    save_file({name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}, file)
+    with pytest.raises(DraftsmithError, match=r"lack lm_head\.weight \(tie_word_embeddings is False\)"):
+        TargetEnds.load(tmp_path)
+    save_file(whole | {"other.lm_head.weight": torch.zeros(97, 32)}, file)
+    with pytest.raises(DraftsmithError, match=r"several tensors named lm_head\.weight"):
+        TargetEnds.load(tmp_path)
+    file.write_bytes(b"12345678 no header")
+    with pytest.raises(DraftsmithError, match="not a complete safetensors file"):
+        TargetEnds.load(tmp_path)
+    file.unlink()
+    with pytest.raises(DraftsmithError, match="safetensors only"):
+        TargetEnds.load(tmp_path)
+
+
+def test_shapes_and_scales_that_do_not_fit(tmp_path):
+    with pytest.raises(DraftsmithError, match=r"\(11, 6\).*\(12, 6\)"):
+        TargetEnds(torch.zeros(11, 6), torch.zeros(12, 6))
+    GraniteConfig(embedding_multiplier=12.0).save_pretrained(tmp_path)
+    with pytest.raises(DraftsmithError, match="embedding_multiplier = 12.0"):
+        TargetEnds.load(tmp_path)
