@@ -147,11 +147,12 @@ class Layer(nn.Module):
         return hidden + _wrapped(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
 
 
-def _wrapped(wrapper, sublayer, hidden: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _wrapped(wrapper: nn.Module | None, sublayer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     if wrapper is None:
         return sublayer(hidden)
-    hidden, state = wrapper.before(hidden)
-    return wrapper.after(sublayer(hidden), state)
+    around = cast(SublayerWrapper, wrapper)
+    hidden, state = around.before(hidden)
+    return around.after(sublayer(hidden), state)
 
 
 class Backbone(nn.Module):

@@ -163,7 +163,7 @@ class Draft(nn.Module):
         The target's own output head (soft-cap included, if it has one), then the draft's `output_multiplier` and
         `final_logit_softcapping` c: c * tanh(logits / c).
         """
-        logits = ends.project(hidden)
+        logits = ends.project(hidden.to(ends.head_weight.dtype))
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
