@@ -1,0 +1,123 @@
+"""The file of answers: appended to durably, picked up where it stopped, in order when done."""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.jsonl import read_records
+from draftsmith.data.prompts import Prompt
+from draftsmith.errors import DraftsmithError
+
+logger = logging.getLogger(__name__)
+
+
+class AnswerFile:
+    """Answers in a JSONL file at `path`, and beside it the settings they were made with."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings_path = path.with_name(path.name + ".settings.json")
+
+    def resume(self, settings: Mapping[str, Any], prompts: Sequence[Prompt]) -> set[str]:
+        """The ids that are answered already. A last line that an interruption tore is dropped, with a warning.
+
+        DraftsmithError: the file was made with other settings or from other prompts, or is damaged.
+        """
+        wanted = json.loads(json.dumps(settings))
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _write_durably(self.settings_path, json.dumps(wanted, indent=1) + "\n")
+            return set()
+        self._check_settings(wanted)
+        self._drop_torn_line()
+        turns = {prompt.id: prompt.turns for prompt in prompts}
+        done: set[str] = set()
+        for number, record in read_records(self.path):
+            where = f"{self.path}:{number}"
+            if not isinstance(record, dict) or not {"id", "messages", "finish_reason"} <= record.keys():
+                raise DraftsmithError(f"{where}: not an answer that regenerate wrote; {self._fix}")
+            if record["id"] not in turns:
+                raise DraftsmithError(f"{where}: answers {record['id']!r}, which is not among the prompts; {self._fix}")
+            asked = [message["content"] for message in record["messages"] if message["role"] == "user"]
+            if asked != list(turns[record["id"]][: len(asked)]):
+                raise DraftsmithError(f"{where}: {record['id']!r} was asked something else then; {self._fix}")
+            if record["id"] in done:
+                raise DraftsmithError(f"{where}: answers {record['id']!r} a second time; {self._fix}")
+            done.add(record["id"])
+        return done
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Adds records, on the disk when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(_line(record) for record in records)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Puts the answers in the prompts' order, and returns them."""
+        by_id = {record["id"]: record for _, record in read_records(self.path)}
+        ordered = [by_id[prompt.id] for prompt in prompts]
+        if list(by_id) != [prompt.id for prompt in prompts]:
+            _write_durably(self.path, "".join(_line(record) for record in ordered))
+        return ordered
+
+    @property
+    def _fix(self) -> str:
+        return "write to another file, or remove this one to start over"
+
+    def _check_settings(self, wanted: Mapping[str, Any]) -> None:
+        try:
+            found = json.loads(self.settings_path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise DraftsmithError(
+                f"{self.path} is there without {self.settings_path.name}, which says how its answers were made; "
+                f"{self._fix}"
+            ) from error
+        except json.JSONDecodeError as error:
+            raise DraftsmithError(f"{self.settings_path}: damaged ({error.msg}); {self._fix}") from error
+        if found == wanted:
+            return
+        then, now = _flat(found), _flat(wanted)
+        changes = "; ".join(
+            f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
+            for name in sorted(then.keys() | now.keys())
+            if then.get(name) != now.get(name)
+        )
+        raise DraftsmithError(f"{self.path} holds answers made with other settings: {changes}; {self._fix}")
+
+    def _drop_torn_line(self) -> None:
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole == len(content):
+            return
+        logger.warning("%s: dropped a torn last line of %d bytes", self.path, len(content) - whole)
+        with self.path.open("r+b") as file:
+            file.truncate(whole)
+            os.fsync(file.fileno())
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """The whole file or none of it, whenever the machine stops."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
