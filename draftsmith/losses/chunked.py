@@ -24,8 +24,8 @@ def chunked_sum(
     """Sum of `compute` over chunks of rows, differentiable in `rows` and `shared`.
 
     rows: tensors [m, ...] with the same m >= 0; shared: tensors that every chunk uses whole; `compute(part,
-    *row_chunks, *shared)` gets the slice of rows it is given (to index what needs no gradient) and must not reach other trainable
-    tensors. chunk: rows at a time. Returns (sum, float32 scalar; the per-row results of all chunks, joined).
+    *row_chunks, *shared)` gets the slice of rows it is given (to index what needs no gradient) and must not reach other
+    trainable tensors. chunk: rows at a time. Returns (sum, float32 scalar; the per-row results of all chunks, joined).
     """
     if chunk < 1:
         raise DraftsmithError(f"the chunk of the vocabulary loss is {chunk} rows; it needs at least 1")
