@@ -48,7 +48,7 @@ class Refusals:
         )
         raise DraftsmithError(
             f"{self.count} of {self.total} samples cannot be captured: {reasons}. At most a share of "
-            f"{self.max_share:g} is allowed (capture.max_refused_share), and never all: mend the data, or raise the share"
+            f"{self.max_share:g} is allowed (capture.max_refused_share), never all: mend the data or raise the share"
         )
 
 

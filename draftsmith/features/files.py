@@ -18,7 +18,7 @@ from draftsmith.features.manifest import FileEntry, StoreError
 
 TEMPORARY_SUFFIX = ".partial"
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.uint8: "U8",
@@ -95,7 +95,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mappi
     end = 0
     for name in names:
         start, end = end, end + tensors[name].bytes
-        dtype = _SAFETENSORS_DTYPES[tensors[name].dtype]
+        dtype = SAFETENSORS_DTYPES[tensors[name].dtype]
         header[name] = {"dtype": dtype, "shape": tensors[name].shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

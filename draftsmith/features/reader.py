@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.features.files import check_file, check_size, open_safetensors, unpack_strings
+from draftsmith.features.files import SAFETENSORS_DTYPES, check_file, check_size, open_safetensors, unpack_strings
 from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest, read_manifest
 from draftsmith.features.record import Record
+from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import checksum
 
 # Open shards that a store keeps mapped; far below what an operating system allows a process.
@@ -92,7 +93,9 @@ class Store:
         if number in self._open:
             self._open.move_to_end(number)
         else:
-            self._open[number] = _Shard(self.directory, self.manifest.shards[number], self.features)
+            self._open[number] = _Shard(
+                self.directory, self.manifest.shards[number], self.manifest.layout, self.features
+            )
             if len(self._open) > MAX_OPEN_SHARDS:
                 self._open.popitem(last=False)
         return self._open[number]
@@ -104,7 +107,7 @@ class Store:
 class _Shard:
     """One open shard: its tokens in memory (checked as a whole), its features mapped (checked by document)."""
 
-    def __init__(self, directory: Path, entry: ShardEntry, features: tuple[str, ...]) -> None:
+    def __init__(self, directory: Path, entry: ShardEntry, layout: CaptureLayout, features: tuple[str, ...]) -> None:
         self.path = check_size(directory, entry.features_file)
         tokens = open_safetensors(check_file(directory, entry.tokens_file))
         self.input_ids = tokens.get_tensor("input_ids")
@@ -116,6 +119,12 @@ class _Shard:
         if missing:
             raise StoreError(f"{self.path} does not hold {', '.join(missing)}: the file is damaged")
         self.features = {name: file.get_slice(name) for name in features}
+        # The checksums cover the values; shape and dtype, which say how to read them, are the manifest's to know.
+        for name, rows in self.features.items():
+            found = (rows.get_dtype(), rows.get_shape())
+            should = (SAFETENSORS_DTYPES[layout.dtype], [entry.tokens, layout.widths[name]])
+            if found != should:
+                raise StoreError(f"{self.path}: {name} is {found} and should be {should}: the file is damaged")
 
     def record(self, number: int, sample_id: str, length: int) -> Record:
         start, end = self.offsets[number], self.offsets[number + 1]

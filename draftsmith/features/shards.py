@@ -86,8 +86,8 @@ class StoreWriter:
 
     Several writers (one a process) may fill one directory, each with its own `number`; their samples must be disjoint.
     Records become durable a shard at a time: features file, then tokens file; a shard counts once its tokens file is
-    there. `finish_store` then makes the whole a store. Leaving the context writes the last shard, also when an exception
-    ends the work: records that were added are good whatever came after.
+    there. `finish_store` then makes the whole a store. Leaving the context writes the last shard, also when an
+    exception ends the work: records that were added are good whatever came after.
 
     Raises `StoreError` where the directory holds another store (every differing field is named) or where another
     process is writing with the same number.
