@@ -49,8 +49,9 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(given, dict):
             raise LayoutError(f"{source} is {given!r}; allowed: an object")
         if "full_attention" in given or "sliding_attention" in given:
-            raise LayoutError(f"{source} differs by layer type; the layers of a draft share one rotary embedding")
-        _merge(merged, {"rope_type" if name == "type" else name: value for name, value in given.items()}, source)
+            raise LayoutError(f"{source} is written by layer type; the layers of a draft share one rotary embedding")
+        _merge(merged, {"rope_type": given.get("type")}, f"{source}.type")  # the older name
+        _merge(merged, {name: value for name, value in given.items() if name != "type"}, source)
     _merge(merged, {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}, "the top level")
     if "rope_theta" not in merged:
         raise LayoutError("rope_theta is missing, at top level and in rope_parameters; it has no safe default")

@@ -163,6 +163,8 @@ def _member(config: dict[str, Any], fields: Fields) -> Member:
         known = [name for member in FAMILY for name in member.projectors]
         raise LayoutError(f"projector_type is {projector!r}; allowed: {', '.join(map(repr, known)) or 'no such field'}")
     named = config.get("architectures") or []
+    if not isinstance(named, list):
+        raise LayoutError(f"architectures is {named!r}; allowed: a list of one class name")
     for member in FAMILY:
         if not member.projectors and any(name in named for name in (member.class_name, *member.also_known_as)):
             return member
