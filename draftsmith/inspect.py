@@ -1,0 +1,155 @@
+"""Says what a directory of draftsmith holds."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from draftsmith.algorithms.registry import all_algorithms
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.manifest import MANIFEST_FILE
+from draftsmith.features.reader import Store
+from draftsmith.layouts.directory import read_directory
+from draftsmith.training.checkpoint import RunCheckpoints
+from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, read_record
+
+STAGES = "stages"
+
+
+def inspect_directory(path: Path) -> RenderableType:
+    """What a feature store, a training directory, a draft directory or a whole run directory is and holds.
+
+    Raises `DraftsmithError` for anything else.
+    """
+    if not path.is_dir():
+        raise DraftsmithError(f"there is no directory {path}; inspect a store, a run, a training or a draft directory")
+    if (path / MANIFEST_FILE).is_file():
+        return facts(f"feature store {path}", store_facts(path))
+    if (path / RECORD_FILE).is_file():
+        return facts(f"training {path}", training_facts(path))
+    if (path / "config.json").is_file():
+        return facts(f"draft {path}", draft_facts(path))
+    if (path / STAGES).is_dir():
+        return run_overview(path)
+    raise DraftsmithError(
+        f"{path} is none of draftsmith's directories: a feature store has {MANIFEST_FILE}, a training {RECORD_FILE}, a "
+        f"draft config.json, a run {STAGES}/"
+    )
+
+
+def facts(title: str, rows: dict[str, Any]) -> Table:
+    """A two-column table."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def store_facts(path: Path) -> dict[str, Any]:
+    """Counts, layers, dtype and provenance of a feature store."""
+    store = Store.open(path)
+    manifest = store.manifest
+    tokenizer = manifest.tokenizer
+    return {
+        "samples": f"{manifest.samples:,}",
+        "tokens": f"{manifest.tokens:,} ({manifest.supervised_tokens:,} supervised)",
+        "longest sample": f"{max(store.lengths):,} tokens",
+        "bytes": size(manifest.bytes),
+        "shards": len(manifest.shards),
+        "dtype": manifest.dtype,
+        "tapped layers": f"{list(manifest.tap_ids)} ({manifest.tap_convention})",
+        "final state": manifest.final_state or "not kept",
+        "hidden size": manifest.hidden_size,
+        "target": f"{manifest.target.source} {manifest.target.revision or ''}".strip(),
+        "target layers, vocabulary": f"{manifest.target.num_layers}, {manifest.target.vocab_size:,}",
+        "target config, weights": f"{manifest.target.config_hash[:12]}, {manifest.target.weights_hash[:12]}",
+        "tokenizer, template": "not recorded"
+        if tokenizer is None
+        else f"{tokenizer.vocabulary_hash[:12]}, {(tokenizer.template_hash or 'none')[:12]}",
+        "format version": manifest.version,
+    }
+
+
+def training_facts(path: Path) -> dict[str, Any]:
+    """Method, shape, progress and checkpoints of a training directory."""
+    record = read_record(path)
+    checkpoints = RunCheckpoints(path / CHECKPOINTS)
+    kept, best = checkpoints.all(), checkpoints.best()
+    config = record.draft_config
+    rows: dict[str, Any] = {
+        "method": record.draft_section["algorithm"],
+        "draft": f"{config['num_hidden_layers']} layers, block {config['block_size']}, hidden {config['hidden_size']}",
+        "tapped layers": list(config["target_layer_ids"]),
+        "target": record.target["source"],
+        "feature store": f"{record.store_directory} (index {record.store[:12]})",
+        "checkpoints": ", ".join(f"step {c.position.step}" for c in kept) or "none yet",
+    }
+    if best is not None:
+        scores = {name: value for name, value in (best.position.evaluation or {}).items() if isinstance(value, float)}
+        rows["best"] = f"step {best.position.step}: " + ", ".join(f"{n} {v:.3f}" for n, v in scores.items())
+    rows |= {f"train.{name}": value for name, value in record.options.items()}
+    return rows
+
+
+def draft_facts(path: Path) -> dict[str, Any]:
+    """Method, shape, tensors and layout of a draft directory."""
+    draft = read_directory(path)
+    config = draft.config
+    parameters = sum(tensor.numel() for tensor in draft.tensors.values())
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in draft.tensors.values())
+    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in draft.tensors.values())
+    shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {
+        "layout": draft.layout,
+        "method": config["architecture"],
+        "block size": config["block_size"],
+        **{name: config[name] for name in shape},
+        "mask token": config["mask_token_id"],
+        "tapped layers": f"{list(config['target_layer_ids'])} of {config['num_target_layers']}",
+        "vocabulary": f"{config['vocab_size']:,}",
+        "rope": config["rope"],
+        "layer types": ", ".join(f"{count} {kind}" for kind, count in Counter(config["layer_types"]).items()),
+        "tensors": f"{len(draft.tensors)}, {parameters:,} parameters",
+        "dtype": ", ".join(f"{name} ({count})" for name, count in dtypes.items()),
+        "bytes": size(stored),
+        **({"ignored tensors": ", ".join(draft.ignored)} if draft.ignored else {}),
+    }
+
+
+def run_overview(path: Path) -> RenderableType:
+    """The stages of a run directory, and what each of its parts holds."""
+    parts: list[RenderableType] = []
+    for name, detail in (("features", store_facts), ("train", training_facts), ("draft", draft_facts)):
+        marker = {"features": MANIFEST_FILE, "train": RECORD_FILE, "draft": "config.json"}[name]
+        if (path / name / marker).is_file():
+            parts.append(facts(f"{name}: {path / name}", detail(path / name)))
+    files = {
+        name: size((path / name).stat().st_size)
+        for name in ("answers.jsonl", "bench.json", "bench.html")
+        if (path / name).is_file()
+    }
+    stages = sorted(stamp.stem for stamp in (path / STAGES).glob("*.json"))
+    return Group(facts(f"run {path}", {"stages": ", ".join(stages), **files}), *parts)
+
+
+def size(count: float) -> str:
+    """Bytes in a unit that reads well."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def algorithm_table() -> Table:
+    """Every method with its name, summary and source."""
+    table = Table(show_lines=False)
+    for column in ("draft.algorithm", "what it is", "source"):
+        table.add_column(column)
+    for method in all_algorithms():
+        table.add_row(method.name, method.summary, method.paper)
+    return table

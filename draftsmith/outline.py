@@ -1,0 +1,73 @@
+"""What training needs of a target without loading its layers: configuration, the two ends, tokenizer, identity."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from draftsmith.data.chat import template_fingerprint, tokenizer_fingerprint
+from draftsmith.data.options import DataOptions
+from draftsmith.features.identity import Provenance, target_identity
+from draftsmith.features.manifest import TokenizerIdentity
+from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.location import locate, read_config
+from draftsmith.targets.options import TargetOptions
+from draftsmith.targets.target import Target
+
+
+@dataclass(frozen=True)
+class TargetOutline:
+    """A target's facts (`algorithms.build.TargetFacts`), its embedding and output head, and where it comes from."""
+
+    text_config: Any
+    ends: TargetEnds
+    tokenizer: Any
+    source: str
+    revision: str | None
+
+    @classmethod
+    def of(cls, target: Target) -> "TargetOutline":
+        """The outline of a loaded target; shares its tensors."""
+        return cls(target.text_config, target.ends, target.tokenizer, target.source, target.revision)
+
+    @classmethod
+    def load(cls, options: TargetOptions) -> "TargetOutline":
+        """Reads configuration, embedding, output head and tokenizer; raises `DraftsmithError` as `Target.load` does."""
+        location = locate(options.path)
+        config = read_config(location, options.revision, options.trust_remote_code)
+        tokenizer = None
+        if location.has_tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(
+                location.name, revision=options.revision, trust_remote_code=options.trust_remote_code
+            )
+        ends = TargetEnds.load(**options.model_dump())
+        return cls(config.get_text_config(), ends, tokenizer, location.source, config._commit_hash)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.ends.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.ends.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.text_config.max_position_embeddings)
+
+
+def provenance(outline: TargetOutline, tokenizer: Any, data: DataOptions) -> Provenance:
+    """Who makes features: the target, the tokenizer and its template."""
+    identity = target_identity(outline.source, outline.revision, outline.text_config, outline.ends.head_weight)
+    if tokenizer is None:
+        return Provenance(identity, None)
+    return Provenance(
+        identity,
+        TokenizerIdentity(
+            vocabulary_hash=tokenizer_fingerprint(tokenizer), template_hash=template_fingerprint(tokenizer, data)
+        ),
+    )

@@ -1,0 +1,272 @@
+"""The stages of one run, each a method: what they read and write, and when they need not run again."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.algorithms.build import draft_config
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.bench.measure import BenchPrompt, bench, write_report
+from draftsmith.bench.page import summary_rows
+from draftsmith.bench.report import BenchReport, mean, read_report
+from draftsmith.capture.run import capture
+from draftsmith.data.chat import render_prompt, stop_token_ids
+from draftsmith.data.conversations import read_conversations
+from draftsmith.data.options import SHIPPED_PROMPTS
+from draftsmith.data.prompts import Prompt, read_prompts, shipped_prompts
+from draftsmith.data.tokenize import TokenizeReport, tokenize_all
+from draftsmith.decoding.generate import Generation, generate
+from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.reader import Store
+from draftsmith.outline import TargetOutline, provenance
+from draftsmith.progress import Progress
+from draftsmith.recipe import Recipe
+from draftsmith.regenerate import regenerate
+from draftsmith.stamps import Stamps, file_digest
+from draftsmith.targets.target import Target
+from draftsmith.training.record import find_checkpoint, load_run
+from draftsmith.training.run import train
+from draftsmith.training.warm_start import read_warm_start
+
+# Where and how fast work is done changes nothing about what comes out, so these are not part of a stage's settings.
+_WITHOUT_EFFECT = {"device", "data_workers", "endpoint", "tokens_per_batch", "force"}
+
+
+class Workspace:
+    """A recipe's run directory and the stages that fill it.
+
+    `say` gets a line or two at the end of each stage. `redo`: whether a stage whose settings have changed since it was
+    done is made anew (True) or is an error (False). Stages that are finished with the same settings are skipped.
+    """
+
+    def __init__(self, recipe: Recipe, *, progress: Progress, say: Callable[[str], object], redo: bool = False) -> None:
+        self.recipe = recipe
+        self.progress = progress
+        self.say = say
+        self.stamps = Stamps(recipe.run, redo=redo)
+
+    # --- what several stages need -----------------------------------------------------------------------------------
+
+    @cached_property
+    def target(self) -> Target:
+        """The recipe's target, loaded once."""
+        options = self.recipe.target
+        with self.progress.stage("load target", total=1, unit="models") as stage:
+            target = Target.load(**options.model_dump())
+            stage.advance()
+        if target.tokenizer is None:
+            raise DraftsmithError(
+                f"the target {options.path} has no tokenizer beside its weights; put the model's tokenizer files there"
+            )
+        return target
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return stop_token_ids(self.target.tokenizer, self.target.model.generation_config)
+
+    def load_draft(self, directory: Path | None) -> Draft:
+        """The draft at `directory`, or the run's exported one, in the target's dtype and on its device."""
+        path = directory or self.recipe.draft_directory
+        if not path.is_dir():
+            fix = "name an existing one with --draft" if directory else "run `draftsmith export` first, or give --draft"
+            raise DraftsmithError(f"there is no draft directory {path}; {fix}")
+        return Draft.load(path, dtype=self.target.dtype, device=self.target.device).eval()
+
+    # --- stages -----------------------------------------------------------------------------------------------------
+
+    def regenerate(self, *, fresh: bool = False) -> None:
+        """Answers to `data.prompts` by the target itself -> `answers.jsonl`."""
+        recipe, out = self.recipe, self.recipe.answers
+        if recipe.data.prompts is None:
+            raise DraftsmithError(
+                f"data.prompts is not set; name a JSONL file of prompts, or {SHIPPED_PROMPTS!r} for the package's own"
+            )
+        prompts = _prompts(recipe.data.prompts, "train")
+
+        def work() -> None:
+            target = None if recipe.regenerate.endpoint is not None else self.target
+            report = regenerate(target, prompts, out, recipe.regenerate, self.progress, data=recipe.data)
+            self.say(
+                f"answers: {report.answered:,} prompts answered with {report.tokens:,} tokens, {report.resumed:,} "
+                f"there before, {report.cut:,} met the length limit"
+            )
+
+        settings = {
+            "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
+            **self._settings("target", "data", "regenerate"),
+        }
+        self._perform("regenerate", settings, out, work, fresh=fresh)
+
+    def capture(self, *, fresh: bool = False) -> None:
+        """Conversations through the target -> the feature store `features/`."""
+        recipe, directory = self.recipe, self.recipe.features
+        source = recipe.data.conversations or recipe.answers
+        if not source.is_file():
+            where = "data.conversations" if recipe.data.conversations else "the answers of this run"
+            raise DraftsmithError(
+                f"there is no file {source} ({where}); run `draftsmith regenerate` first, or name conversations in "
+                "data.conversations"
+            )
+        conversations = read_conversations(source)
+
+        def work() -> None:
+            init_from = recipe.draft.init_from
+            checkpoint = read_warm_start(init_from).config if init_from else None
+            layout = algorithm(recipe.draft.algorithm).capture(draft_config(recipe.draft, self.target, checkpoint))
+            samples, tokenized = tokenize_all(conversations, self.target.tokenizer, recipe.data)
+            self.say(_tokenize_line(tokenized))
+            origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
+            report = capture(self.target, samples, layout, directory, recipe.capture, origin, self.progress)
+            for line in report.lines():
+                self.say(f"features: {line}")
+
+        settings = {
+            "conversations": file_digest(source),
+            "draft": recipe.draft.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
+            **self._settings("target", "data", "capture"),
+        }
+        self._perform("capture", settings, directory, work, fresh=fresh)
+
+    def train(self, *, resume: bool = False, fresh: bool = False) -> None:
+        """The feature store -> run checkpoints below `train/`; `resume` goes on from the last of them.
+
+        Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
+        """
+        recipe, directory = self.recipe, self.recipe.training
+        if fresh and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
+        store = Store.open(recipe.features)
+
+        def work() -> None:
+            outline = TargetOutline.of(self.target) if "target" in vars(self) else TargetOutline.load(recipe.target)
+            origin = provenance(outline, outline.tokenizer, recipe.data)
+            result = train(
+                draft_section=recipe.draft,
+                target=outline,
+                ends=outline.ends,
+                store=store,
+                run_dir=directory,
+                options=recipe.train,
+                track=recipe.track,
+                target_identity=origin.target,
+                tokenizer_identity=origin.tokenizer,
+                resume=resume,
+                progress=self.progress,
+            )
+            if result.interrupted_by is not None:
+                self.say(f"training: stopped at step {result.step} of {result.total_steps} and saved; --resume goes on")
+                raise KeyboardInterrupt
+            self.say(f"training: {result.step:,} steps; checkpoints and metrics in {directory}")
+
+        settings = {"features": file_digest(recipe.features / "manifest.json"), **self._settings("draft", "train")}
+        self._perform("train", settings, directory, work, fresh=fresh, keep_changed=resume)
+
+    def export(self, out: Path | None = None) -> None:
+        """The chosen run checkpoint -> a draft directory."""
+        recipe = self.recipe
+        directory = out or recipe.draft_directory
+        checkpoint = find_checkpoint(recipe.training, recipe.export.which)
+        load_run(recipe.training, recipe.export.which).save(directory, layout=recipe.export.layout)
+        self.say(f"draft: step {checkpoint.position.step:,} in layout {recipe.export.layout} at {directory}")
+
+    def bench(self, *, draft: Path | None = None, fresh: bool = False) -> BenchReport:
+        """Accept length, speed and equality on `bench.prompts` -> `bench.json`, `bench.html`."""
+        recipe = self.recipe
+        directory = draft or recipe.draft_directory
+        loaded = self.load_draft(directory if draft else None)
+        prompts = _prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
+
+        def work() -> None:
+            report = bench(
+                self.target,
+                loaded,
+                [self._bench_prompt(prompt) for prompt in prompts],
+                recipe.bench,
+                stop_token_ids=self.stop_ids,
+                draft_name=str(directory),
+                progress=self.progress,
+            )
+            write_report(report, recipe.bench_json, recipe.bench_page)
+
+        settings = {
+            "draft": {path.name: file_digest(path) for path in sorted(directory.iterdir()) if path.is_file()},
+            "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
+            **self._settings("target", "data", "bench"),
+        }
+        self._perform("bench", settings, recipe.bench_json, work, fresh=fresh, redo=True)
+        report = read_report(recipe.bench_json)
+        for label, value in summary_rows(report):
+            self.say(f"bench: {label}: {value}")
+        self.say(f"bench: {recipe.bench_json}, {recipe.bench_page}")
+        return report
+
+    def generate(self, texts: Sequence[str], *, draft: Path | None, plain: bool, **sampling: Any) -> list[Generation]:
+        """Answers to `texts`, printed one after the other; `sampling` as for `draftsmith.generate`."""
+        loaded = None if plain else self.load_draft(draft)
+        messages = [[{"role": "user", "content": text}] for text in texts]
+        tokenizer = self.target.tokenizer
+        prompts = [render_prompt(message, tokenizer, self.recipe.data) for message in messages]
+        start = time.perf_counter()
+        generations = generate(self.target, loaded, prompts, stop_token_ids=self.stop_ids, **sampling)
+        seconds = time.perf_counter() - start
+        for generation in generations:
+            print(tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+        tokens = sum(len(generation.token_ids) for generation in generations)
+        accepted = mean([length for generation in generations for length in generation.accept_lengths])
+        detail = "" if plain or accepted is None else f", accept length {accepted:.2f}"
+        self.say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s{detail}")
+        return generations
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _bench_prompt(self, prompt: Prompt) -> BenchPrompt:
+        """A prompt's first turn, rendered: what follows it would depend on the answer."""
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        messages = [*system, {"role": "user", "content": prompt.turns[0]}]
+        return BenchPrompt(prompt.id, render_prompt(messages, self.target.tokenizer, self.recipe.data), prompt.category)
+
+    def _settings(self, *sections: str) -> dict[str, Any]:
+        """The recipe's sections as a stage's settings: what its output depends on."""
+        return {name: _effective(getattr(self.recipe, name).model_dump(mode="json")) for name in sections}
+
+    def _perform(
+        self,
+        stage: str,
+        settings: dict[str, Any],
+        output: Path,
+        work: Callable[[], None],
+        *,
+        fresh: bool,
+        **options: bool,
+    ) -> None:
+        if fresh:
+            self.stamps.forget(stage, [output])
+        if not self.stamps.perform(stage, settings, [output], work, **options):
+            self.say(f"{stage}: done already with these settings ({output})")
+
+
+def _effective(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _effective(inner) for name, inner in value.items() if name not in _WITHOUT_EFFECT}
+    return value
+
+
+def _prompts(source: str, split: Literal["train", "heldout"]) -> list[Prompt]:
+    """The prompts of a file, or the shipped ones of a split."""
+    return shipped_prompts(split) if source == SHIPPED_PROMPTS else read_prompts(source)
+
+
+def _tokenize_line(report: TokenizeReport) -> str:
+    left_out = {
+        "cut": report.cut,
+        "skipped for their length": report.skipped,
+        "without anything to learn": report.unsupervised,
+        "hidden by the template": report.mismatched,
+    }
+    notes = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+    return f"conversations: {report.conversations:,} read, {report.samples:,} samples, {report.tokens:,} tokens{notes}"
