@@ -118,7 +118,7 @@ def _check_order(messages: list[dict[str, str]], layout: str) -> None:
         if role == "system" and index:
             raise RecordError(f"{layout}[{index}]: a system message can only come first")
         if role == "assistant" and previous not in ("user", "tool"):
-            place = f"after a {previous} message" if previous else "at the start"
+            place = f"right after {previous}" if previous else "at the start"
             raise RecordError(f"{layout}[{index}]: an assistant message {place}; it must follow a user or tool message")
         # An assistant may end its turn at once, which is an answer too; a blank question is a fault of the file.
         if role != "assistant" and not message["content"].strip():
