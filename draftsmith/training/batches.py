@@ -206,7 +206,7 @@ class TrainingBatches:
         loader = iter(
             DataLoader(
                 self._dataset,
-                sampler=self._keys(positions),  # type: ignore[arg-type]  # any iterable of the dataset's keys will do
+                sampler=self._keys(positions),  # any iterable of the dataset's keys will do
                 batch_size=None,
                 num_workers=self._workers,
                 pin_memory=self._pin_memory,

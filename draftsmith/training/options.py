@@ -14,7 +14,8 @@ class _Section(BaseModel):
 class TrainOptions(_Section):
     """How a draft is trained. A step always means one optimiser step of all processes together.
 
-    Length: `epochs` passes over the store, or exactly `max_steps` steps when that is given, however many passes it takes.
+    Length: `epochs` passes over the store, or exactly `max_steps` steps when that is given, however many passes that
+    takes.
 
     Batch: a row holds whole documents, up to `tokens_per_row` tokens. A step consumes `rows_per_step` rows of all
     processes together, `rows_per_forward` at a time in each; the ratio is the gradient accumulation.
@@ -46,8 +47,6 @@ class TrainOptions(_Section):
     auto: bf16 on CUDA, fp32 on the CPU."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """auto: flex_attention on CUDA, scaled dot product attention with a dense mask on the CPU."""
-    compile: bool = False
-    """Compile the draft's forward with torch.compile."""
     data_workers: Annotated[int, Field(ge=0)] | None = None
     """Processes that read and pack batches ahead of training. None: 4 on CUDA, 0 on the CPU."""
 

@@ -101,8 +101,8 @@ def train(
     training, held_out = split_documents(store.sample_ids, options.eval_share)
     if not any(store.supervised[i] for i in training):
         raise DraftsmithError(
-            f"{store.directory}: no supervised token in {len(training)} training documents, so there is nothing to learn; "
-            "look at the loss masks (`draftsmith inspect`)"
+            f"{store.directory}: no supervised token in {len(training)} training documents, so there is nothing "
+            "to learn; look at the loss masks (`draftsmith inspect`)"
         )
     plan = StepPlan(
         [store.lengths[i] for i in training],

@@ -1,4 +1,4 @@
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_positions_run_over_epochs_and_can_start_anywhere(store):
     plan = plan_of(store)
     all_positions = [position for position, _ in zip(plan.positions(0, 0), range(20), strict=False)]
     assert all_positions[0] == (0, 0)
-    for before, after in zip(all_positions, all_positions[1:], strict=False):
+    for before, after in pairwise(all_positions):
         assert plan.following(*before) == after
     assert next(plan.positions(*all_positions[9])) == all_positions[9]
 
@@ -101,7 +101,11 @@ def test_worker_processes_change_nothing(store):
             pin_memory=False,
         )
         return [
-            (step.epoch, step.step_in_epoch, [(b.packed.sample_ids, b.blocks.anchors.tolist()) for b in step.micro_batches])
+            (
+                step.epoch,
+                step.step_in_epoch,
+                [(b.packed.sample_ids, b.blocks.anchors.tolist()) for b in step.micro_batches],
+            )
             for step in batches.steps(0, 1, 5)
         ]
 
@@ -120,5 +124,5 @@ def test_reading_batches_leaves_the_global_generator_alone(store):
 
 def test_a_step_that_processes_cannot_share_is_refused():
     check_rows_per_step(8, 2, 4)
-    with pytest.raises(DraftsmithError, match="rows_per_step is 6.*4 processes.*multiple of 4"):
+    with pytest.raises(DraftsmithError, match=r"rows_per_step is 6.*4 processes.*multiple of 4"):
         check_rows_per_step(6, 1, 4)

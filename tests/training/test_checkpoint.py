@@ -98,7 +98,8 @@ def test_without_an_evaluation_there_is_no_best(tmp_path):
 
 @pytest.mark.parametrize("limit", [2_000, 20_000])
 def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path, limit):
-    """A limit on file sizes fails writes as a full disk does; the two limits hit the weights and the optimiser state."""
+    """A limit on file sizes fails writes as a full disk does; the two limits hit the weights and the optimiser
+    state."""
     checkpoints = RunCheckpoints(tmp_path)
     weights = save(checkpoints, 3)
     state = {"optimizer": torch.randn(10_000)}

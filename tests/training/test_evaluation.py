@@ -30,7 +30,7 @@ def test_a_larger_share_keeps_what_a_smaller_one_held_out():
 def test_at_least_one_document_is_held_out_and_never_all():
     assert len(split_documents(IDS[:4], 0.01)[1]) == 1
     assert split_documents(IDS[:4], 0.0) == ([0, 1, 2, 3], [])
-    with pytest.raises(DraftsmithError, match="eval_share is 0.05 of 1 documents"):
+    with pytest.raises(DraftsmithError, match=r"eval_share is 0\.05 of 1 documents"):
         split_documents(IDS[:1], 0.05)
 
 
@@ -83,5 +83,5 @@ def test_score_is_higher_for_the_better():
     assert score(averages, "loss") == -2.0
     assert score(averages, "accept_length") == 1.5
     assert score({"loss": None}, "loss") is None
-    with pytest.raises(DraftsmithError, match="best_by is 'accept_length'.*reports loss"):
+    with pytest.raises(DraftsmithError, match=r"best_by is 'accept_length'.*reports loss"):
         score({"loss": 1.0}, "accept_length")

@@ -289,14 +289,14 @@ def test_tensorboard_and_console(target, store, run_dir, capsys):
 
 def test_a_tracker_that_is_not_installed_is_an_error(target, store, run_dir, monkeypatch):
     monkeypatch.setitem(__import__("draftsmith.training.tracking", fromlist=["x"])._AVAILABLE, "wandb", lambda: False)
-    with pytest.raises(DraftsmithError, match="track.wandb is on but wandb is not installed"):
+    with pytest.raises(DraftsmithError, match=r"track\.wandb is on but wandb is not installed"):
         run(target, store, run_dir, track=QUIET.model_copy(update={"wandb": True}))
 
 
 def test_a_device_that_is_not_there_is_an_error(target, store, run_dir):
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    with pytest.raises(DraftsmithError, match="train.device is 'cuda'"):
+    with pytest.raises(DraftsmithError, match=r"train\.device is 'cuda'"):
         run(target, store, run_dir, options(device="cuda"))
 
 

@@ -63,8 +63,11 @@ def test_a_resumed_run_does_not_need_the_directory(target, store, tmp_path, expo
 
 
 def test_every_mismatch_is_listed(target, store, tmp_path, exported):
+    other = section(
+        init_from=str(exported), num_hidden_layers=2, layer_types=("full_attention",) * 2, intermediate_size=48
+    )
     with pytest.raises(DraftsmithError) as error:
-        run(target, store, tmp_path / "second", section(init_from=str(exported), num_hidden_layers=2, intermediate_size=48))
+        run(target, store, tmp_path / "second", other)
     message = str(error.value)
     assert "layers.0.mlp.up_proj.weight: found [64, 32], wanted [48, 32]" in message
     assert "layers.0.mlp.down_proj.weight: found [32, 64], wanted [32, 48]" in message
@@ -75,8 +78,11 @@ def test_every_mismatch_is_listed(target, store, tmp_path, exported):
 def test_tensors_that_the_draft_does_not_have_are_listed(target, store, tmp_path):
     run(target, store, tmp_path / "deep", section(num_hidden_layers=2))
     load_run(tmp_path / "deep", "last").save(tmp_path / "draft")
-    with pytest.raises(DraftsmithError, match="layers.1.mlp.gate_proj.weight: found .* not part of the configured draft"):
-        run(target, store, tmp_path / "second", section(init_from=str(tmp_path / "draft"), num_hidden_layers=1))
+    shallow = section(init_from=str(tmp_path / "draft"), num_hidden_layers=1, layer_types=("full_attention",))
+    with pytest.raises(
+        DraftsmithError, match=r"layers\.1\.mlp\.gate_proj\.weight: found .* not part of the configured"
+    ):
+        run(target, store, tmp_path / "second", shallow)
 
 
 def test_another_mask_token_warns_and_another_block_size_does_not(target, store, tmp_path, exported, caplog):
