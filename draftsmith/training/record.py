@@ -89,6 +89,6 @@ def find_checkpoint(run_dir: Path, which: Literal["best", "last"]) -> Checkpoint
     best = checkpoints.best()
     if best is None:
         raise DraftsmithError(
-            f"no checkpoint of {run_dir} was evaluated, so none is the best; take 'last', or hold out a train.eval_share"
+            f"no checkpoint of {run_dir} was evaluated, so none is best; take 'last', or hold out a train.eval_share"
         )
     return best

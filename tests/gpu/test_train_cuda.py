@@ -1,0 +1,63 @@
+"""Training on a GPU: what `auto` picks there, against the plain way on the same device."""
+
+import json
+
+import pytest
+import torch
+
+from draftsmith.training.record import find_checkpoint
+from draftsmith.training.run import train
+from tests.training.counting import QUIET, counting_store, counting_target, options, section
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return counting_target()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, target):
+    return counting_store(tmp_path_factory.mktemp("features"), target)
+
+
+def run(target, store, run_dir, **fields):
+    chosen = options(device="cuda", data_workers=2, **fields)
+    train(
+        draft_section=section(head_dim=16),
+        target=target,
+        ends=target.ends,
+        store=store,
+        run_dir=run_dir,
+        options=chosen,
+        track=QUIET,
+        resume=run_dir.exists(),
+    )
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [entry for entry in lines if entry["kind"] == "train"]
+
+
+def test_flex_and_dense_attention_train_alike(target, store, tmp_path):
+    losses = [
+        [entry["loss"] for entry in run(target, store, tmp_path / way, attention=way, precision="fp32")]
+        for way in ("flex", "dense")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+def test_the_defaults_of_cuda_learn(target, store, tmp_path):
+    logged = run(
+        target, store, tmp_path / "run", max_steps=120, rows_per_step=4, rows_per_forward=4, num_anchors=16, lr=1e-2
+    )
+    assert logged[-1]["loss"] < 0.2 * logged[0]["loss"]
+    assert all(weight.dtype == torch.float32 for weight in find_checkpoint(tmp_path / "run", "last").weights().values())
+
+
+def test_a_resumed_run_goes_on(target, store, tmp_path):
+    straight = run(target, store, tmp_path / "straight", max_steps=6)
+    run(target, store, tmp_path / "resumed", max_steps=6, save_every=3, keep_last=2)
+    last = find_checkpoint(tmp_path / "resumed", "last").directory
+    last.rename(last.with_suffix(".gone"))
+    resumed = run(target, store, tmp_path / "resumed", max_steps=6)
+    assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in straight], rel=1e-3)
