@@ -1,0 +1,206 @@
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.data.chat import render_prompt, stop_token_ids
+from draftsmith.data.conversations import read_conversations
+from draftsmith.data.options import DataOptions
+from draftsmith.data.prompts import Prompt
+from draftsmith.data.tokenize import tokenize_all
+from draftsmith.errors import DraftsmithError
+from draftsmith.regenerate import RegenerateOptions, regenerate
+from draftsmith.targets.target import Target
+from tests.tiny import tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
+
+OPTIONS = RegenerateOptions(max_new_tokens=9, batch_size=3)
+PROMPTS = [
+    Prompt("b", ("one two the one two the one",), category="x"),
+    Prompt("a", ("hi",)),
+    Prompt("c", ("say the", "and two", "bye")),
+    Prompt("d", ("user one",), system="be brief"),
+    Prompt("e", ("two, three?", "more")),
+    Prompt("f", ("(one)",)),
+    Prompt("g", ("the user said one",)),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), seed=5)
+    # A random model hardly ever ends a turn by its eos token: a tenth of the vocabulary does here.
+    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 10))
+    return Target.from_model(model, tokenizer)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def plainly(target: Target, prompt: Prompt, limit: int) -> tuple[list[dict[str, str]], str]:
+    """One prompt answered by the Hugging Face model itself, a whole forward pass a token."""
+    stops = stop_token_ids(target.tokenizer, target.model.generation_config)
+    messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    reason = "stop"
+    for turn in prompt.turns:
+        messages.append({"role": "user", "content": turn})
+        ids = render_prompt(messages, target.tokenizer, DataOptions())
+        answer: list[int] = []
+        while len(answer) < limit and not (answer and answer[-1] in stops):
+            with torch.no_grad():
+                logits = target.model(torch.tensor([ids + answer])).logits
+            answer.append(int(logits[0, -1].argmax()))
+        messages.append({"role": "assistant", "content": target.tokenizer.decode(answer, skip_special_tokens=True)})
+        reason = "stop" if answer[-1] in stops else "length"
+        if reason == "length":
+            break
+    return messages, reason
+
+
+class Stopping:
+    """Progress that fails after some batches, as an interruption would."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    @contextmanager
+    def stage(self, name: str, total: float | None, unit: str) -> Iterator["Stopping"]:
+        yield self
+
+    def advance(self, amount: float = 1.0, **fields: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+def test_answers_are_the_targets_own(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "answers.jsonl"
+    report = regenerate(target, PROMPTS, out, OPTIONS)
+    records = lines(out)
+    assert [record["id"] for record in records] == [prompt.id for prompt in PROMPTS]
+    for record, prompt in zip(records, PROMPTS, strict=True):
+        messages, reason = plainly(target, prompt, OPTIONS.max_new_tokens)
+        assert record["messages"] == messages
+        assert record["finish_reason"] == reason
+        assert record.get("category") == prompt.category
+    reasons = [record["finish_reason"] for record in records]
+    assert set(reasons) == {"stop", "length"}
+    assert max(len(record["messages"]) for record in records) > 2
+    assert (report.prompts, report.answered, report.resumed) == (7, 7, 0)
+    assert report.cut == reasons.count("length")
+
+
+def test_answers_can_be_trained_on(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    regenerate(target, PROMPTS, out, OPTIONS)
+    conversations = read_conversations(out)
+    assert [not c.finished for c in conversations] == [r["finish_reason"] == "length" for r in lines(out)]
+    samples, report = tokenize_all(conversations, target.tokenizer, DataOptions(template_mismatch="skip"))
+    assert report.samples + report.mismatched + report.unsupervised == len(PROMPTS)
+    assert len(samples) >= 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_do_not_depend_on_batches(target: Target, tmp_path: Path, temperature: float) -> None:
+    files = []
+    for size in (1, 2, 7):
+        files.append(tmp_path / f"{size}.jsonl")
+        options = OPTIONS.model_copy(update={"batch_size": size, "temperature": temperature})
+        regenerate(target, PROMPTS, files[-1], options)
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+
+
+def test_sampling_settings_change_the_answers(target: Target, tmp_path: Path) -> None:
+    contents = []
+    for index, changes in enumerate(({}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 1})):
+        out = tmp_path / f"{index}.jsonl"
+        regenerate(target, PROMPTS, out, OPTIONS.model_copy(update=changes))
+        contents.append(out.read_bytes())
+    assert len(set(contents)) == 3
+
+
+def test_an_interrupted_run_goes_on(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    options = OPTIONS.model_copy(update={"temperature": 1.0})
+    regenerate(target, PROMPTS, whole, options)
+
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(target, PROMPTS, out, options, Stopping(2))
+    assert len(lines(out)) == 6
+    torn = out.read_bytes()[:-20]
+    out.write_bytes(torn)
+    with caplog.at_level(logging.WARNING, logger="draftsmith"):
+        report = regenerate(target, PROMPTS, out, options)
+    assert "dropped a torn last line" in caplog.text
+    assert (report.resumed, report.answered) == (5, 2)
+    assert out.read_bytes() == whole.read_bytes()
+
+    again = regenerate(target, PROMPTS, out, options, Stopping(1))
+    assert (again.resumed, again.answered, again.tokens) == (7, 0, 0)
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_a_run_torn_in_its_first_line_starts_over(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    regenerate(target, PROMPTS[:1], out, OPTIONS)
+    whole = out.read_bytes()
+    out.write_bytes(whole[:9])
+    assert regenerate(target, PROMPTS[:1], out, OPTIONS).answered == 1
+    assert out.read_bytes() == whole
+
+
+def test_other_settings_or_prompts_are_refused(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    regenerate(target, PROMPTS[:2], out, OPTIONS)
+    before = out.read_bytes()
+
+    with pytest.raises(DraftsmithError, match=r"other settings: max_new_tokens was 9, now 8; write to another"):
+        regenerate(target, PROMPTS[:2], out, OPTIONS.model_copy(update={"max_new_tokens": 8}))
+    with pytest.raises(DraftsmithError, match=r"target\.template was "):
+        regenerate(target, PROMPTS[:2], out, OPTIONS, data=DataOptions(system_prompt="x"))
+    with pytest.raises(DraftsmithError, match="answers 'b', which is not among the prompts"):
+        regenerate(target, PROMPTS[1:2], out, OPTIONS)
+    with pytest.raises(DraftsmithError, match="'a' was asked something else"):
+        regenerate(target, [PROMPTS[0], Prompt("a", ("ho",))], out, OPTIONS)
+    (tmp_path / "answers.jsonl.settings.json").unlink()
+    with pytest.raises(DraftsmithError, match=r"without answers\.jsonl\.settings\.json"):
+        regenerate(target, PROMPTS[:2], out, OPTIONS)
+    assert out.read_bytes() == before
+
+
+def test_a_damaged_file_is_refused(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    regenerate(target, PROMPTS[:2], out, OPTIONS)
+    good = out.read_bytes()
+    for content, message in (
+        (b"{]\n" + good, r"answers\.jsonl:1: not valid JSON"),
+        (b'{"id": "a"}\n' + good, r"answers\.jsonl:1: not an answer that regenerate wrote"),
+        (good + good, r"answers\.jsonl:3: answers 'b' a second time"),
+    ):
+        out.write_bytes(content)
+        with pytest.raises(DraftsmithError, match=message):
+            regenerate(target, PROMPTS[:2], out, OPTIONS)
+
+
+def test_faults_known_beforehand(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    bare = Target.from_model(target.model)
+    untemplated = Target.from_model(target.model, tiny_tokenizer(chat_template=False))
+    with pytest.raises(DraftsmithError, match="there are no prompts"):
+        regenerate(target, [], out, OPTIONS)
+    with pytest.raises(DraftsmithError, match="two prompts have the id 'a'"):
+        regenerate(target, [PROMPTS[1], PROMPTS[1]], out, OPTIONS)
+    with pytest.raises(DraftsmithError, match="there is no target"):
+        regenerate(None, PROMPTS, out, OPTIONS)
+    with pytest.raises(DraftsmithError, match="needs a target with a tokenizer"):
+        regenerate(bare, PROMPTS, out, OPTIONS)
+    with pytest.raises(DraftsmithError, match="has no chat template"):
+        regenerate(untemplated, PROMPTS, out, OPTIONS)
+    assert not out.exists()
