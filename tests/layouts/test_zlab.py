@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.drafts.heads import HEADS
 from draftsmith.layouts import LayoutError, read_directory, write_directory
+from draftsmith.layouts.zlab import FAMILY
 from tests.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
@@ -204,3 +206,7 @@ def test_an_unknown_layout_is_refused(saved: Path) -> None:
         read_directory(saved, "z-lab")
     with pytest.raises(LayoutError, match="layout is 'z-lab'"):
         tiny_draft(TARGET).save(saved, layout="z-lab")
+
+
+def test_every_architecture_has_a_spelling() -> None:
+    assert {member.architecture for member in FAMILY} == set(HEADS)
