@@ -118,5 +118,5 @@ def test_shapes_and_scales_that_do_not_fit(tmp_path):
     with pytest.raises(DraftsmithError, match=r"\(11, 6\).*\(12, 6\)"):
         TargetEnds(torch.zeros(11, 6), torch.zeros(12, 6))
     GraniteConfig(embedding_multiplier=12.0).save_pretrained(tmp_path)
-    with pytest.raises(DraftsmithError, match="embedding_multiplier = 12.0"):
+    with pytest.raises(DraftsmithError, match=r"embedding_multiplier = 12\.0"):
         TargetEnds.load(tmp_path)

@@ -56,7 +56,7 @@ def test_dtypes(tmp_path):
     assert Target.load(directory).dtype == torch.bfloat16
     assert Target.load(directory, dtype="float32").dtype == torch.float32
     assert Target.load(directory, dtype=torch.float16).dtype == torch.float16
-    with pytest.raises(DraftsmithError, match="dtype 'int8' is not supported.*bfloat16"):
+    with pytest.raises(DraftsmithError, match=r"dtype 'int8' is not supported.*bfloat16"):
         Target.load(directory, dtype="int8")
 
 
@@ -161,7 +161,7 @@ def test_scales_in_the_configuration_are_refused_by_name():
         num_key_value_heads=2,
         logits_scaling=8.0,
     )
-    with pytest.raises(DraftsmithError, match="'granite' has logits_scaling = 8.0"):
+    with pytest.raises(DraftsmithError, match=r"'granite' has logits_scaling = 8\.0"):
         Target.from_model(GraniteForCausalLM(config))
 
 
@@ -183,7 +183,7 @@ def test_a_head_with_a_bias_is_refused():
 
 
 def test_paths_without_a_target(tmp_path):
-    with pytest.raises(DraftsmithError, match="no target at .*nowhere"):
+    with pytest.raises(DraftsmithError, match=r"no target at .*nowhere"):
         Target.load(tmp_path / "nowhere")
     with pytest.raises(DraftsmithError, match="no target at nowhere"):
         Target.load("nowhere")
@@ -192,10 +192,10 @@ def test_paths_without_a_target(tmp_path):
     with pytest.raises(DraftsmithError, match="no GGUF file"):
         Target.load(tmp_path / "model.gguf")
     (tmp_path / "model.bin").touch()
-    with pytest.raises(DraftsmithError, match="neither a model directory nor a .gguf file"):
+    with pytest.raises(DraftsmithError, match=r"neither a model directory nor a \.gguf file"):
         Target.load(tmp_path / "model.bin")
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
-    with pytest.raises(DraftsmithError, match="cannot read the configuration.*no-such-model"):
+    with pytest.raises(DraftsmithError, match=r"cannot read the configuration.*no-such-model"):
         Target.load(tmp_path)
 
 
