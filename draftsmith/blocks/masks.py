@@ -1,88 +1,146 @@
 """What a slot of a training block sees, said once and used by every way of computing attention.
 
 A slot k of the block anchored at a sees the context strictly before a in its own document, and its own block: never
-another block, never the anchor's own tapped features (methods.md section 2). Sliding layers narrow both, and causal
-layers hide later slots. The dense mask and the flex_attention mask come from the same predicate.
+another block, never the anchor's own tapped features. Sliding layers narrow both, causal layers hide later slots. A
+packed row lays documents end to end, so what a slot sees is two runs of keys; the dense mask, the flex_attention mask
+and its tiles all follow from those.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.drafts.attention import AttentionKind, BlockAttention, DenseBlockAttention
 from draftsmith.errors import DraftsmithError
 
-Visibility = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(row, head, query, key) -> bool, for index tensors that broadcast together."""
+TILE = 128
+"""Queries and keys of one tile of flex_attention."""
 
 
-def visibility(blocks: Blocks, document: Tensor, kind: AttentionKind) -> Visibility:
-    """The predicate of visibility under a layer's pattern.
+@dataclass(frozen=True)
+class Sight:
+    """The keys that each query sees under one layer's pattern: two runs, first index and end, each [R, N*B] int64.
 
-    document [R, S] int64 as in the packed batch. Queries are the N*B slots of a row, block after block; keys are the S
-    context tokens and then the same N*B slots. A block that only fills the shape sees no context.
+    Queries are the N*B slots of a row, block after block; keys are the S context tokens and then the same N*B slots.
+    An empty run has its end at or before its first index.
     """
-    anchors, valid = blocks.anchors, blocks.valid
-    block_document = document.gather(1, anchors)  # [R, N]
-    block_size = blocks.input_ids.shape[2]
-    context = document.shape[1]
-    window, causal = kind.window, kind.causal
 
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block, slot = query // block_size, query % block_size
-        anchor = anchors[row, block]
+    context_first: Tensor
+    context_end: Tensor
+    block_first: Tensor
+    block_end: Tensor
+    num_keys: int
 
-        token = key.clamp(max=context - 1)
-        in_context = (key < context) & (document[row, token] == block_document[row, block]) & (token < anchor)
-        in_context = in_context & valid[row, block]
-
-        other = (key - context).clamp(min=0)
-        other_slot = other % block_size
-        in_block = (key >= context) & (other // block_size == block)
-
-        if window is not None:  # indices of one document differ as its positions do
-            in_context = in_context & (anchor + slot - token < window)
-            in_block = in_block & (slot - other_slot < window) & (other_slot - slot < window)
-        if causal:
-            in_block = in_block & (other_slot <= slot)
+    def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """The predicate of visibility, for index tensors that broadcast together -> bool."""
+        in_context = (key >= self.context_first[row, query]) & (key < self.context_end[row, query])
+        in_block = (key >= self.block_first[row, query]) & (key < self.block_end[row, query])
         return in_context | in_block
 
-    return visible
+
+def sight(blocks: Blocks, document: Tensor, kind: AttentionKind) -> Sight:
+    """What every slot of a packed batch sees. document [R, S] int64, ascending along a row, as in the packed batch.
+
+    A sliding layer of window W sees keys nearer than W, both ways inside the block (unless causal); a block that only
+    fills the shape sees no context.
+    """
+    num_blocks, block_size = blocks.input_ids.shape[1:]
+    context = document.shape[1]
+    own_document = document.gather(1, blocks.anchors)
+    start = (document.unsqueeze(1) < own_document.unsqueeze(2)).sum(-1)  # [R, N], of the anchor's document
+    end = torch.where(blocks.valid, blocks.anchors, start)
+
+    slot = torch.arange(block_size, device=document.device)
+    context_first = start.unsqueeze(-1).expand(-1, -1, block_size)  # [R, N, B]
+    context_end = end.unsqueeze(-1).expand(-1, -1, block_size)
+    block_first = torch.zeros_like(slot)
+    block_end = slot + 1 if kind.causal else torch.full_like(slot, block_size)
+    if kind.window is not None:
+        context_first = torch.maximum(context_first, blocks.anchors.unsqueeze(-1) + slot - (kind.window - 1))
+        block_first = (slot - (kind.window - 1)).clamp(min=0)
+        block_end = torch.minimum(block_end, slot + kind.window)
+
+    own = context + block_size * torch.arange(num_blocks, device=document.device).unsqueeze(-1)  # [N, 1]
+    return Sight(
+        context_first.flatten(1),
+        context_end.flatten(1),
+        (own + block_first).flatten().expand(len(document), -1),
+        (own + block_end).flatten().expand(len(document), -1),
+        context + num_blocks * block_size,
+    )
+
+
+# --- dense ----------------------------------------------------------------------------------------------------------
 
 
 def dense_attention(blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind]) -> DenseBlockAttention:
     """Attention under explicit masks [R, 1, N*B, S + N*B]: memory grows with queries times keys."""
-    return DenseBlockAttention({kind: _dense_mask(blocks, document, kind) for kind in set(kinds)})
+    return DenseBlockAttention({kind: dense_mask(sight(blocks, document, kind)) for kind in set(kinds)})
 
 
-def _dense_mask(blocks: Blocks, document: Tensor, kind: AttentionKind) -> Tensor:
-    rows, queries, keys = _extents(blocks, document)
-    device = document.device
+def dense_mask(seen: Sight) -> Tensor:
+    """[R, 1, N*B, S + N*B] bool, True where the query sees the key."""
+    rows, queries = seen.context_end.shape
+    device = seen.context_end.device
     row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
     query = torch.arange(queries, device=device).view(1, 1, -1, 1)
-    key = torch.arange(keys, device=device).view(1, 1, 1, -1)
-    return visibility(blocks, document, kind)(row, torch.zeros_like(row), query, key)
+    key = torch.arange(seen.num_keys, device=device).view(1, 1, 1, -1)
+    return seen.sees(row, query, key)
 
 
-def _extents(blocks: Blocks, document: Tensor) -> tuple[int, int, int]:
-    """Rows, queries and keys of a batch's attention."""
-    rows, num_blocks, block_size = blocks.input_ids.shape
-    return rows, num_blocks * block_size, document.shape[1] + num_blocks * block_size
+# --- flex_attention -------------------------------------------------------------------------------------------------
+
+
+def flex_mask(seen: Sight) -> BlockMask:
+    """The tiles of queries x keys that flex_attention has to compute, from the runs alone: no mask of queries x keys."""
+    rows, queries = seen.context_end.shape
+    device = seen.context_end.device
+    first = TILE * torch.arange(-(-seen.num_keys // TILE), device=device)  # [T], of each tile of keys
+    end = first + TILE
+    any_seen = torch.zeros(rows, queries, len(first), dtype=torch.bool, device=device)
+    all_seen = any_seen
+    for run_first, run_end in ((seen.context_first, seen.context_end), (seen.block_first, seen.block_end)):
+        run_first, run_end = run_first.unsqueeze(-1), run_end.unsqueeze(-1)  # [R, Q, 1]
+        any_seen = any_seen | (torch.maximum(run_first, first) < torch.minimum(run_end, end))
+        all_seen = all_seen | ((run_first <= first) & (run_end >= end))
+    # Over the queries of a tile; those past the last one see nothing, so their tile is never whole.
+    padding = (0, 0, 0, -queries % TILE)
+    some = torch.nn.functional.pad(any_seen, padding).unflatten(1, (-1, TILE)).any(2)  # [R, Q tiles, T]
+    whole = torch.nn.functional.pad(all_seen, padding).unflatten(1, (-1, TILE)).all(2)
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return seen.sees(row, query, key)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod,
+        seq_lengths=(queries, seen.num_keys),
+    )
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, Q tiles, T] bool -> how many key tiles each query tile has [R, 1, Q tiles], and which: those first [..., T]."""
+    order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def _compiled_flex_attention() -> Callable[..., Any]:
+    # With fullgraph, too many recompilations raise an error; without it they would end in the unfused implementation.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 class FlexBlockAttention:
-    """Attention by flex_attention, which skips the tiles that nobody sees and holds no mask of queries times keys.
+    """Attention by flex_attention, which skips the tiles that nobody sees and holds no mask of queries x keys.
 
     `masks` maps each layer's pattern to its block mask, built once a batch and shared by the layers. `compiled` says
     whether the fused kernels are used (CUDA) or the plain implementation (CPU, forward only: for comparison).
@@ -90,7 +148,7 @@ class FlexBlockAttention:
 
     def __init__(self, masks: dict[AttentionKind, BlockMask], *, compiled: bool) -> None:
         self.masks = masks
-        self._attend: Any = _compiled(flex_attention) if compiled else flex_attention
+        self._attend: Any = _compiled_flex_attention() if compiled else flex_attention
 
     def __call__(
         self,
@@ -125,16 +183,12 @@ class FlexBlockAttention:
 def flex_block_attention(
     blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], *, compiled: bool
 ) -> FlexBlockAttention:
-    """`FlexBlockAttention` for a packed batch; arguments as for `visibility`."""
-    rows, queries, keys = _extents(blocks, document)
-    build = _compiled(create_block_mask) if compiled else create_block_mask
-    masks = {
-        kind: build(
-            visibility(blocks, document, kind), B=rows, H=None, Q_LEN=queries, KV_LEN=keys, device=document.device
-        )
-        for kind in set(kinds)
-    }
+    """`FlexBlockAttention` for a packed batch; arguments as for `sight`."""
+    masks = {kind: flex_mask(sight(blocks, document, kind)) for kind in set(kinds)}
     return FlexBlockAttention(masks, compiled=compiled)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
 
 
 class AttentionBackend(StrEnum):

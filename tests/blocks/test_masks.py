@@ -1,17 +1,22 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import (
+    TILE,
     AttentionBackend,
     dense_attention,
+    dense_mask,
     flex_block_attention,
+    flex_mask,
+    sight,
     training_attention,
 )
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.errors import DraftsmithError
-from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch
+from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch, random_document
 
 LAYOUT = BlockLayout(BlockKind.ANCHOR_KNOWN, 5)
 KINDS = [AttentionKind(window, causal) for window in (None, 1, 3, 7) for causal in (False, True)]
@@ -67,6 +72,32 @@ def test_flex_equals_dense(kind: AttentionKind, sinks: Tensor | None) -> None:
     found = flex(*tensors, kind=kind, scale=0.3, sinks=sinks)
     wanted = dense(*tensors, kind=kind, scale=0.3, sinks=sinks)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("kind", [*KINDS, AttentionKind(90, False)])
+def test_the_tiles_are_those_that_the_mask_needs(kind: AttentionKind, block_size: int) -> None:
+    generator = torch.Generator().manual_seed(block_size)
+    rows = [[random_document(generator, f"{r}-{i}", n, 1.0) for i, n in enumerate((450, 70))] for r in range(2)]
+    batch = pack(rows, 530)
+    layout = BlockLayout(BlockKind.ANCHOR_KNOWN, block_size)
+    blocks = blocks_of(batch, layout, anchors_of(batch, layout, 60))
+    seen = sight(blocks, batch.document, kind)
+    found, dense = flex_mask(seen), dense_mask(seen)
+    queries, keys = dense.shape[2:]
+    wanted = create_block_mask(
+        lambda row, head, query, key: dense[row, 0, query, key], 2, None, queries, keys, device="cpu", BLOCK_SIZE=TILE
+    )
+    assert found.shape == wanted.shape
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    for kept, where in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        for at in getattr(wanted, kept).nonzero().tolist():
+            count = getattr(wanted, kept)[*at]
+            assert getattr(found, where)[*at][:count].tolist() == getattr(wanted, where)[*at][:count].tolist()
+    if kind.window is None:
+        assert found.full_kv_num_blocks.sum() > 0
 
 
 @pytest.mark.parametrize("window", [None, 4])

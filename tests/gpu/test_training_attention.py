@@ -17,6 +17,7 @@ KINDS = [AttentionKind(window, causal) for window in (None, 40) for causal in (F
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("block_size", "dim"), [(16, 128), (7, 64)])
 def test_flex_equals_dense(dtype: torch.dtype, with_sinks: bool, block_size: int, dim: int) -> None:
+    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(block_size)
     layout = BlockLayout(BlockKind.ANCHOR_KNOWN, block_size)
     for length, budget in ((301, 9), (640, 30), (1024, 17)):  # shapes change between batches

@@ -1,0 +1,120 @@
+from typing import Any
+
+import pytest
+
+from draftsmith.algorithms.build import draft_config
+from draftsmith.algorithms.dflash import DFlashSection
+from draftsmith.algorithms.dta import DTASection
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.errors import DraftsmithError
+from tests.algorithms.facts import Facts, gemma, llama, qwen3_8b
+
+PUBLISHED: dict[str, Any] = {"mask_token_id": 151669, "block_size": 16, "num_hidden_layers": 5}
+SMALL: dict[str, Any] = {"mask_token_id": 98, "block_size": 7, "num_hidden_layers": 2}
+
+
+def test_the_published_draft_of_qwen3_8b() -> None:
+    config = draft_config(DFlashSection(**PUBLISHED), qwen3_8b())
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
+    assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (4096, 12288, 151936)
+    assert (config.num_target_layers, config.max_position_embeddings) == (36, 40960)
+    assert config.rope.theta == 1_000_000.0
+    assert config.layer_types == ("full_attention",) * 5
+    assert (config.architecture, config.head, config.dtype) == ("dflash", {}, "bfloat16")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_no_default_can_know_is_asked_for(name: str) -> None:
+    fields = {key: value for key, value in PUBLISHED.items() if key != name}
+    with pytest.raises(DraftsmithError, match=f"draft.{name} is missing"):
+        draft_config(DFlashSection(**fields), qwen3_8b())
+
+
+def test_the_mask_token_never_comes_from_the_target() -> None:
+    facts = qwen3_8b()
+    facts.text_config.pad_token_id = facts.text_config.eos_token_id = 151643
+    with pytest.raises(DraftsmithError, match="mask_token_id is missing"):
+        draft_config(DFlashSection(block_size=16, num_hidden_layers=5), facts)
+
+
+def test_the_target_s_rope_is_copied_whole() -> None:
+    rope = draft_config(DFlashSection(**SMALL), llama()).rope
+    assert (rope.type, rope.theta, rope.factor, rope.original_max_position_embeddings) == ("llama3", 5e5, 8.0, 64)
+    rope = draft_config(DFlashSection(**SMALL), gemma()).rope
+    assert (rope.type, rope.theta, rope.factor) == ("linear", 1e6, 8.0)
+    rope = draft_config(DFlashSection(**SMALL, rope_theta=777.0), llama()).rope
+    assert (rope.type, rope.theta, rope.factor) == ("default", 777.0, None)
+
+
+def test_a_head_size_that_the_target_leaves_out_is_its_hidden_size_over_its_heads() -> None:
+    facts = llama()
+    facts.text_config.head_dim = None
+    assert draft_config(DFlashSection(**SMALL), facts).head_dim == 8
+
+
+def test_the_section_overrides_every_default() -> None:
+    given: dict[str, Any] = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "intermediate_size": 44,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 77,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 9,
+        "causal": False,
+        "dtype": "float32",
+        "target_layer_ids": (4, 0, 2),
+    }
+    config = draft_config(DTASection(**SMALL, **given), llama())
+    for name, value in (SMALL | given).items():
+        assert getattr(config, name) == value
+    assert config.architecture == "dflash"
+
+
+def test_taps_are_named_or_counted() -> None:
+    assert draft_config(DFlashSection(**SMALL, num_taps=3), llama()).target_layer_ids == (1, 2, 3)
+    assert draft_config(DFlashSection(**SMALL, num_taps=1), llama()).target_layer_ids == (3,)
+    with pytest.raises(DraftsmithError, match="num_taps is 3 and draft.target_layer_ids names 2"):
+        draft_config(DFlashSection(**SMALL, num_taps=3, target_layer_ids=(0, 1)), llama())
+    with pytest.raises(DraftsmithError, match=r"tap ids \[6\]"):
+        draft_config(DFlashSection(**SMALL, target_layer_ids=(0, 6)), llama())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mask_token_id": 99}, "mask_token_id is 99"),
+        ({"block_size": 1}, "block_size is 1"),
+        ({"layer_types": ("full_attention",)}, "layer_types"),
+        ({"layer_types": ("sliding_attention",) * 2}, "sliding_window"),
+        ({"num_key_value_heads": 4}, "num_attention_heads"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DraftsmithError, match=message):
+        draft_config(DFlashSection(**(SMALL | fields)), llama())
+
+
+def checkpoint() -> DraftConfig:
+    return draft_config(
+        DFlashSection(**SMALL, head_dim=6, intermediate_size=44, target_layer_ids=(3, 1), rope_theta=321.0), llama()
+    )
+
+
+def test_what_the_section_leaves_out_comes_from_the_checkpoint() -> None:
+    assert draft_config(DFlashSection(init_from="somewhere"), llama(), checkpoint()) == checkpoint()
+    changed = draft_config(
+        DTASection(init_from="somewhere", mask_token_id=5, block_size=4, num_taps=2), llama(), checkpoint()
+    )
+    assert (changed.mask_token_id, changed.block_size, changed.target_layer_ids) == (5, 4, (1, 3))
+    assert (changed.head_dim, changed.intermediate_size, changed.rope.theta) == (6, 44, 321.0)
+    with pytest.raises(DraftsmithError, match="no checkpoint configuration was read"):
+        draft_config(DFlashSection(init_from="somewhere", **SMALL), llama())
+
+
+def test_the_target_says_the_sizes_that_must_agree_with_it() -> None:
+    other: Facts = qwen3_8b()
+    config = draft_config(DFlashSection(init_from="somewhere"), other, checkpoint())
+    assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (4096, 151936, 36)
