@@ -28,7 +28,8 @@ from draftsmith.recipe import Recipe
 from draftsmith.regenerate import regenerate
 from draftsmith.stamps import Stamps, file_digest
 from draftsmith.targets.target import Target
-from draftsmith.training.record import find_checkpoint, load_run
+from draftsmith.training.checkpoint import RunCheckpoints
+from draftsmith.training.record import CHECKPOINTS, find_checkpoint, load_run
 from draftsmith.training.run import train
 from draftsmith.training.warm_start import read_warm_start
 
@@ -133,7 +134,8 @@ class Workspace:
         self._perform("capture", settings, directory, work, fresh=fresh)
 
     def train(self, *, resume: bool = False, fresh: bool = False) -> None:
-        """The feature store -> run checkpoints below `train/`; `resume` goes on from the last of them.
+        """The feature store -> run checkpoints below `train/`; `resume` goes on from the last of them (a workspace that
+        may redo stages also goes on by itself where an interrupted training has the same settings).
 
         Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
         """
@@ -145,6 +147,7 @@ class Workspace:
         def work() -> None:
             outline = TargetOutline.of(self.target) if "target" in vars(self) else TargetOutline.load(recipe.target)
             origin = provenance(outline, outline.tokenizer, recipe.data)
+            unfinished = RunCheckpoints(directory / CHECKPOINTS).latest() is not None
             result = train(
                 draft_section=recipe.draft,
                 target=outline,
@@ -155,7 +158,7 @@ class Workspace:
                 track=recipe.track,
                 target_identity=origin.target,
                 tokenizer_identity=origin.tokenizer,
-                resume=resume,
+                resume=resume or (self.stamps.redo and unfinished),
                 progress=self.progress,
             )
             if result.interrupted_by is not None:

@@ -1,0 +1,88 @@
+"""The whole way on a small real model: a shipped recipe, stage by stage through the same functions as the commands."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.bench.page import summary_rows
+from draftsmith.bench.report import BenchReport
+from draftsmith.errors import DraftsmithError
+from draftsmith.progress import Progress
+from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.workspace import Workspace
+
+DEMO_RECIPE = "smollm2-dflash"
+
+# A GPU has the time for longer answers and more passes over them.
+GPU_OVERRIDES = (
+    "regenerate.max_new_tokens=256",
+    "regenerate.batch_size=128",
+    "draft.num_hidden_layers=5",
+    "train.epochs=40",
+    "train.num_anchors=256",
+    "train.tokens_per_row=2048",
+    "train.precision=bf16",
+    "bench.max_new_tokens=256",
+)
+
+
+def demo_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The demo's recipe for this machine, working under `run`."""
+    gpu = GPU_OVERRIDES if torch.cuda.is_available() else ()
+    return load_recipe(DEMO_RECIPE, [*gpu, f"run={run}", *overrides])
+
+
+def run_demo(run: Path, overrides: Sequence[str], *, fresh: bool, progress: Progress, console: Console) -> BenchReport:
+    """Runs every stage that is not done yet, prints the result and what to do next, and returns the measurement.
+
+    Raises `DraftsmithError` where the demo's model is not installed, or `fresh` meets a directory that is no run's.
+    """
+    recipe = demo_recipe(run, overrides)
+    if fresh:
+        _start_over(run)
+    workspace = Workspace(recipe, progress=progress, say=lambda line: console.print(line, highlight=False), redo=True)
+    workspace.regenerate()
+    workspace.capture()
+    workspace.train()
+    workspace.export()
+    report = workspace.bench()
+    console.print(result_table(report))
+    console.print(next_steps(recipe), highlight=False, soft_wrap=True)
+    return report
+
+
+def _start_over(run: Path) -> None:
+    if run.exists() and any(run.iterdir()) and not (run / "stages").is_dir():
+        raise DraftsmithError(
+            f"{run} holds other things than a run of draftsmith; it is not removed. Choose another --run"
+        )
+    shutil.rmtree(run, ignore_errors=True)
+
+
+def result_table(report: BenchReport) -> Table:
+    """The headline figures of the held-out prompts."""
+    table = Table(title="Held-out prompts", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for label, value in summary_rows(report):
+        table.add_row(label, value)
+    for category, value in report.accept_length_by_category.items():
+        table.add_row(f"  accept length, {category}", f"{value:.2f}")
+    return table
+
+
+def next_steps(recipe: Recipe) -> str:
+    """Where the results lie, and commands that go on from them."""
+    run = recipe.run
+    return (
+        f"accept-length histogram: {recipe.bench_page.resolve()}\n"
+        "go on with:\n"
+        f"  draftsmith generate {DEMO_RECIPE} run={run} -p 'Count from 1 to 20.'\n"
+        f"  draftsmith inspect {run}\n"
+        f"  draftsmith train {DEMO_RECIPE} run={run} --resume train.epochs={recipe.train.epochs * 2}\n"
+        f"  draftsmith bench {DEMO_RECIPE} run={run} bench.max_new_tokens=256"
+    )
