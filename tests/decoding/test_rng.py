@@ -19,7 +19,8 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_the_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
-    words = philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+    c, k = [torch.tensor(word) for word in counter], [torch.tensor(word) for word in key]
+    words = philox((c[0], c[1], c[2], c[3]), (k[0], k[1]))
     assert [int(word) for word in words] == expected
 
 
