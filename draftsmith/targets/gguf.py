@@ -17,6 +17,14 @@ from draftsmith.errors import DraftsmithError
 
 logger = logging.getLogger(__name__)
 
+# Tokenizer attribute -> the GGUF metadata field with the token's id.
+_SPECIAL_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
 # Part of the cache key: raise it when the conversion writes something else for the same file.
 _CONVERSION_VERSION = 1
 
@@ -83,8 +91,21 @@ def _write_model(path: Path, directory: Path) -> None:
     for holder, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
         if hasattr(holder, name):
             delattr(holder, name)
+    _set_special_tokens(path, tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def _set_special_tokens(path: Path, tokenizer: Any) -> None:
+    """Give the tokenizer the special tokens that the file names: some releases of transformers mix bos and eos up."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    for attribute, name in _SPECIAL_TOKENS.items():
+        if name in fields:
+            field = fields[name]
+            token_id = int(field.parts[field.data[0]][0])
+            setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _move_into_place(scratch: Path, directory: Path) -> None:

@@ -1,5 +1,7 @@
 """The cached target forward on a device: equal to the plain one, and the same when replayed from a CUDA graph."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,8 +27,7 @@ def test_cached_equals_plain(kind, dtype, tolerance):
     cache = target.new_cache(3, 100)
     edges = (0, 33, 34, 50, 61)
     parts = [
-        target.forward(ids[:, a:b], positions[:, a:b], cache=cache).final_state
-        for a, b in zip(edges, edges[1:], strict=False)
+        target.forward(ids[:, a:b], positions[:, a:b], cache=cache).final_state for a, b in itertools.pairwise(edges)
     ]
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=tolerance, atol=tolerance)
 

@@ -59,6 +59,7 @@ def _write_gguf(path: Path, model) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types([3 if i in special else 1 for i in range(len(tokens))])
     writer.add_token_merges(_merges(tokenizer))
+    writer.add_bos_token_id(vocabulary["<|im_start|>"])
     writer.add_eos_token_id(vocabulary["<|im_end|>"])
     writer.add_pad_token_id(vocabulary["<|endoftext|>"])
     writer.add_chat_template(PLAIN_TEMPLATE)
@@ -125,10 +126,13 @@ def test_a_converted_model_is_the_model(cache, file, model):
 
 
 def test_the_tokenizer_comes_along(cache, file):
-    tokenizer, original = Target.load(file).tokenizer, tiny_tokenizer()
+    target, original = Target.load(file), tiny_tokenizer()
+    tokenizer = target.tokenizer
+    assert target.model.generation_config.eos_token_id == original.eos_token_id
     text = "<|im_start|>user\nthe one, two & 3~<|im_end|>"
     assert tokenizer(text).input_ids == original(text).input_ids
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    assert special == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     assert tokenizer.chat_template == PLAIN_TEMPLATE
 
 
