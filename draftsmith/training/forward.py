@@ -43,7 +43,7 @@ class DraftLoss(nn.Module):
         with torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None):
             attend = training_attention(blocks, packed.document, self.draft.attention_kinds, self._attention)
             context = self.draft.context_keys_values(packed.features[TAPS], packed.positions)
-            hidden = self.draft(ends.embed(blocks.input_ids), blocks.positions, context, attend)
+            hidden = self.draft(ends.embedding_rows(blocks.input_ids), blocks.positions, context, attend)
             outputs = BlockOutputs(hidden, blocks, packed.features.get(FINAL_STATE), progress)
             terms = self._objective.terms(self.draft, ends, outputs)
         return terms.numerator + self._untouched(), terms.denominator, terms.metrics

@@ -275,8 +275,8 @@ def test_a_document_longer_than_a_row_is_named(target, store, run_dir):
 def test_tensorboard_and_console(target, store, run_dir, capsys):
     run(target, store, run_dir, options(max_steps=2), track=TrackOptions(every=1))
     shown = capsys.readouterr().out
-    assert "step 2" in shown
-    assert "evaluation at step 2" in shown
+    assert "train  step 2  loss " in shown
+    assert "eval   step 2  loss " in shown
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(next((run_dir / "tensorboard").iterdir())))
