@@ -59,6 +59,10 @@ class TargetOutline:
     def max_position_embeddings(self) -> int:
         return int(self.text_config.max_position_embeddings)
 
+    @property
+    def embedding_scale(self) -> float | None:
+        return self.ends.embedding_scale
+
 
 def provenance(outline: TargetOutline, tokenizer: Any, data: DataOptions) -> Provenance:
     """Who makes features: the target, the tokenizer and its template."""

@@ -22,6 +22,8 @@ class TargetFacts(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
+    @property
+    def embedding_scale(self) -> float | None: ...  # what the target multiplies embeddings with (Gemma)
 
 
 def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftConfig | None = None) -> DraftConfig:
@@ -91,6 +93,8 @@ def _fresh(section: DraftSection, target: TargetFacts) -> dict[str, Any]:
         "intermediate_size": text.intermediate_size,
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": target.max_position_embeddings,
+        # Block inputs are scaled as the target scales its own (methods.md section 2).
+        "input_embedding_scale": target.embedding_scale if target.embedding_scale is not None else 1.0,
         "rope": _rope(section) or _target_rope(text),
         "layer_types": ("full_attention",) * layers,
         "target_layer_ids": _tap_ids(section, target.num_layers) or default_tap_ids(target.num_layers, layers),

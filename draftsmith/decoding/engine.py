@@ -182,7 +182,7 @@ class Engine:
         # Block ids: the anchor, then masks (methods.md section 4).
         ids = torch.where(slots == 0, state.anchor_ids[:, None], self.draft.config.mask_token_id)  # [batch, B]
         hidden = self.draft(
-            self.target.ends.embed(ids)[:, None],
+            self.target.ends.embedding_rows(ids)[:, None],
             (state.anchor[:, None] + slots)[:, None],
             decoding.context.view(extent),
             block_attention(state.anchor, extent, block_size, self.draft.attention_kinds),

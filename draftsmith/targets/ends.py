@@ -72,8 +72,13 @@ class TargetEnds(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [...] int64 -> what the target's first layer reads [..., H], the model's own scale included."""
-        embedded = functional.embedding(ids, self.embedding_weight)
+        embedded = self.embedding_rows(ids)
         return embedded if self._scale is None else embedded * self._scale
+
+    def embedding_rows(self, ids: Tensor) -> Tensor:
+        """Token ids [...] int64 -> rows of the embedding matrix [..., H], not scaled: what a draft is given, whose own
+        configuration says by how much it scales them (`DraftConfig.input_embedding_scale`)."""
+        return functional.embedding(ids, self.embedding_weight)
 
     def project(self, hidden: Tensor) -> Tensor:
         """States after the final norm [..., H], in the weights' dtype -> the target's logits [..., V]."""

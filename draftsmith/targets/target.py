@@ -122,6 +122,11 @@ class Target:
         return len(self._layers)
 
     @property
+    def embedding_scale(self) -> float | None:
+        """What the model multiplies its embeddings with (Gemma), or None."""
+        return self.ends.embedding_scale
+
+    @property
     def device(self) -> torch.device:
         return self.ends.head_weight.device
 

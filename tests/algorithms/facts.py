@@ -9,6 +9,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 @dataclass
 class Facts:
     text_config: Any
+    embedding_scale: float | None = None
 
     @property
     def hidden_size(self) -> int:

@@ -76,7 +76,7 @@ def test_the_section_overrides_every_default() -> None:
 def test_taps_are_named_or_counted() -> None:
     assert draft_config(DFlashSection(**SMALL, num_taps=3), llama()).target_layer_ids == (1, 2, 3)
     assert draft_config(DFlashSection(**SMALL, num_taps=1), llama()).target_layer_ids == (3,)
-    with pytest.raises(DraftsmithError, match="num_taps is 3 and draft.target_layer_ids names 2"):
+    with pytest.raises(DraftsmithError, match=r"num_taps is 3 and draft.target_layer_ids names 2"):
         draft_config(DFlashSection(**SMALL, num_taps=3, target_layer_ids=(0, 1)), llama())
     with pytest.raises(DraftsmithError, match=r"tap ids \[6\]"):
         draft_config(DFlashSection(**SMALL, target_layer_ids=(0, 6)), llama())
@@ -118,3 +118,11 @@ def test_the_target_says_the_sizes_that_must_agree_with_it() -> None:
     other: Facts = qwen3_8b()
     config = draft_config(DFlashSection(init_from="somewhere"), other, checkpoint())
     assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (4096, 151936, 36)
+
+
+def test_a_target_that_scales_its_embeddings_gives_the_draft_its_scale():
+    section = DFlashSection(mask_token_id=5, block_size=4, num_hidden_layers=2)
+    scaled = gemma()
+    scaled.embedding_scale = 48**0.5
+    assert draft_config(section, scaled).input_embedding_scale == 48**0.5
+    assert draft_config(section, gemma()).input_embedding_scale == 1.0
