@@ -1,8 +1,8 @@
 """The typed choice of position weights, and the loss that they and the cross-entropies of a batch make."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Options
@@ -21,8 +21,12 @@ class UniformWeighting(Options):
 
     kind: Literal["uniform"] = "uniform"
 
+    def weights(self, blocks: Blocks) -> Tensor:
+        """[R, N, P] float32."""
+        return uniform_weights(blocks.label_mask)
+
     def weighted(self, losses: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        weights = uniform_weights(blocks.label_mask)
+        weights = self.weights(blocks)
         return (weights * losses).sum(), weights.sum()
 
 
@@ -32,8 +36,12 @@ class DecayWeighting(Options):
     kind: Literal["decay"] = "decay"
     gamma: float = Field(default=7.0, gt=0, allow_inf_nan=False)
 
+    def weights(self, blocks: Blocks) -> Tensor:
+        """[R, N, P] float32."""
+        return decay_weights(blocks.label_mask, blocks.first_label, self.gamma)
+
     def weighted(self, losses: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        weights = decay_weights(blocks.label_mask, blocks.first_label, self.gamma)
+        weights = self.weights(blocks)
         return (weights * losses).sum(), weights.sum()
 
 
@@ -59,3 +67,19 @@ class DPaceWeighting(Options):
 
 # `weighting.weighted(losses [R, N, P], blocks) -> (numerator, denominator)`, differentiable in the losses.
 Weighting = Annotated[UniformWeighting | DecayWeighting | DPaceWeighting, Field(discriminator="kind")]
+
+
+def _refuse_dpace(weighting: Any) -> Any:
+    kind = weighting.get("kind") if isinstance(weighting, dict) else getattr(weighting, "kind", None)
+    if kind == "dpace":
+        raise ValueError(
+            "weighting is of kind 'dpace', which follows from the losses of plain cross-entropy; this objective has "
+            "other terms and needs its weights before any loss is known: allowed are 'uniform' and 'decay'"
+        )
+    return weighting
+
+
+# Weights that are known before the losses, for objectives with more terms than one cross-entropy.
+FixedWeighting = Annotated[
+    Annotated[UniformWeighting | DecayWeighting, Field(discriminator="kind")], BeforeValidator(_refuse_dpace)
+]
