@@ -99,7 +99,7 @@ def dense_mask(seen: Sight) -> Tensor:
 
 
 def flex_mask(seen: Sight) -> BlockMask:
-    """The tiles of queries x keys that flex_attention has to compute, from the runs alone: no mask of queries x keys."""
+    """The tiles of queries x keys that flex_attention has to compute, from the runs alone."""
     rows, queries = seen.context_end.shape
     device = seen.context_end.device
     first = TILE * torch.arange(-(-seen.num_keys // TILE), device=device)  # [T], of each tile of keys
@@ -128,7 +128,8 @@ def flex_mask(seen: Sight) -> BlockMask:
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, Q tiles, T] bool -> how many key tiles each query tile has [R, 1, Q tiles], and which: those first [..., T]."""
+    """[R, Q tiles, T] bool -> key tiles that each query tile has: their number [R, 1, Q tiles], and [..., T] the tiles,
+    those first."""
     order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 

@@ -31,7 +31,7 @@ def test_every_method_is_complete(method: Algorithm) -> None:
 def test_an_unknown_method_is_named_with_the_nearest() -> None:
     with pytest.raises(DraftsmithError, match=r"unknown algorithm 'dflsh'; known: dflash, .*did you mean 'dflash'"):
         algorithm("dflsh")
-    with pytest.raises(ValidationError, match="unknown algorithm 'dflsh'.*did you mean 'dflash'"):
+    with pytest.raises(ValidationError, match=r"unknown algorithm 'dflsh'.*did you mean 'dflash'"):
         SECTIONS.validate_python({"algorithm": "dflsh"})
     with pytest.raises(ValidationError, match="unknown algorithm"):
         SECTIONS.validate_python({"algorithm": ["dflash"]})
