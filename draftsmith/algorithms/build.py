@@ -44,7 +44,7 @@ def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftCo
     check_tap_ids(fields["target_layer_ids"], target.num_layers)
     fixed = {
         "architecture": method.architecture,
-        "head": method.head_config(section),
+        "head": _head(method.head_config(section), section, method.architecture, checkpoint),
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_target_layers": target.num_layers,
@@ -107,6 +107,16 @@ def _from_checkpoint(section: DraftSection, checkpoint: DraftConfig) -> dict[str
     fields["rope"] = _rope(section) or checkpoint.rope
     fields["target_layer_ids"] = _tap_ids(section, checkpoint.num_target_layers) or checkpoint.target_layer_ids
     return fields
+
+
+def _head(
+    fields: dict[str, Any], section: DraftSection, architecture: str, checkpoint: DraftConfig | None
+) -> dict[str, Any]:
+    """The head's fields; what the recipe does not say itself is as in a checkpoint of the same architecture."""
+    if checkpoint is None or checkpoint.architecture != architecture:
+        return fields
+    said = {name for name in section.model_fields_set if getattr(section, name) is not None}
+    return fields | {name: value for name, value in checkpoint.head.items() if name not in said}
 
 
 def _tap_ids(section: DraftSection, num_target_layers: int) -> tuple[int, ...] | None:
