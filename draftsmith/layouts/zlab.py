@@ -1,15 +1,17 @@
 """The z-lab layout: what DFlash was published in, and what SGLang, vLLM and others load (layouts.md)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from draftsmith.layouts import dspark_fields
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError
 from draftsmith.layouts.fields import Fields, rope_parameters
 
 SECTION = "dflash_config"
-PREFIXES = ("model.", "dflash_module.")
+PREFIXES = ("model.", "dflash_module.", "logit_head.")  # each may stand before another
 EXTRAS = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 SINK = "self_attn.attention_sink_bias"
 
@@ -20,9 +22,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Member:
     """How one architecture of the family is spelt.
 
-    class_name: `architectures[0]` as written; also_known_as: others that are read; projectors: values of
-    `projector_type` that mean it, the first of which is written (none: the field is left out); head: names of its own
-    fields, nested in `dflash_config`; repeated: those that some readers want at top level too.
+    class_name: `architectures[0]` as written; also_known_as: names that mean it where there is no `projector_type`;
+    projectors: values of `projector_type` that mean it, the first of which is written (none: the field is left out);
+    head: names of its own fields, nested in `dflash_config`; repeated: those that some readers want at top level too;
+    read_head: reads the head's fields where their names alone do not say it all; write_head: further nested fields of
+    a canonical configuration; other_names: prefixes of tensor names of other writers -> canonical.
     """
 
     architecture: str
@@ -31,9 +35,26 @@ class Member:
     projectors: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    read_head: Callable[[Fields, dict[str, Tensor]], dict[str, Any]] | None = None
+    write_head: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    other_names: tuple[tuple[str, str], ...] = ()
 
 
-FAMILY = (Member("dflash", "DFlashDraftModel"),)
+_DSPARK_HEAD = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+FAMILY = (
+    Member("dflash", "DFlashDraftModel"),
+    Member(
+        "dspark",
+        "Qwen3DSparkModel",  # what SGLang looks for
+        also_known_as=("Qwen3DSparkModel", "DSparkDraftModel"),
+        projectors=("dspark",),
+        head=_DSPARK_HEAD,
+        repeated=_DSPARK_HEAD,
+        read_head=dspark_fields.read_head,
+        write_head=dspark_fields.write_head,
+        other_names=dspark_fields.OTHER_NAMES,
+    ),
+)
 
 # Canonical name -> spellings in files; all are read nested first, then at top level.
 _SHARED = {
@@ -75,6 +96,7 @@ class ZlabLayout:
         fields = Fields(config, SECTION)
         tensors, ignored = canonical_tensors(tensors)
         member = _member(config, fields)
+        tensors = _renamed(tensors, member.other_names)
         canonical: dict[str, Any] = {"architecture": member.architecture}
         canonical |= {name: fields.get(name) for name in _NETWORK}
         canonical |= {name: fields.get(*spellings) for name, spellings in _SHARED.items()}
@@ -82,7 +104,10 @@ class ZlabLayout:
         canonical |= _layers(config, canonical["num_hidden_layers"])
         canonical["attention_sinks"] = _sinks(fields, tensors)
         canonical["dtype"] = _dtype(config, tensors, notes)
-        canonical["head"] = {name: value for name in member.head if (value := fields.get(name)) is not None}
+        if member.read_head is not None:
+            canonical["head"] = member.read_head(fields, tensors)
+        else:
+            canonical["head"] = {name: value for name in member.head if (value := fields.get(name)) is not None}
         _refuse_unsupported(config, fields)
         if unknown := fields.unknown():
             text = f"{SECTION} has {', '.join(f'{name} = {fields.nested[name]!r}' for name in unknown)}"
@@ -120,6 +145,8 @@ class ZlabLayout:
         if member.projectors:
             nested["projector_type"] = member.projectors[0]
         nested |= config["head"]
+        if member.write_head is not None:
+            nested |= member.write_head(config)
         for name, usual in (
             ("output_multiplier", 1.0),
             ("input_embedding_scale", 1.0),
@@ -143,8 +170,9 @@ def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], li
     origin: dict[str, str] = {}
     ignored: list[str] = []
     for full, tensor in tensors.items():
-        prefix = next((prefix for prefix in PREFIXES if full.startswith(prefix)), "")
-        name = full.removeprefix(prefix)
+        name = full
+        while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""):
+            name = name.removeprefix(prefix)
         if name in EXTRAS or name.startswith("rotary_emb."):
             ignored.append(full)
             continue
@@ -152,6 +180,16 @@ def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], li
             raise LayoutError(f"the weights hold both {origin[name]} and {full}, which mean the same; remove one")
         canonical[name], origin[name] = tensor, full
     return canonical, sorted(ignored)
+
+
+def _renamed(tensors: dict[str, Tensor], other_names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        canonical = next((new + name.removeprefix(old) for old, new in other_names if name.startswith(old)), name)
+        if canonical in renamed or (canonical != name and canonical in tensors):
+            raise LayoutError(f"the weights hold {canonical} under two names, one of them {name}; remove one")
+        renamed[canonical] = tensor
+    return renamed
 
 
 def _member(config: dict[str, Any], fields: Fields) -> Member:
@@ -166,7 +204,8 @@ def _member(config: dict[str, Any], fields: Fields) -> Member:
     if not isinstance(named, list):
         raise LayoutError(f"architectures is {named!r}; allowed: a list of one class name")
     for member in FAMILY:
-        if not member.projectors and any(name in named for name in (member.class_name, *member.also_known_as)):
+        names = member.also_known_as if member.projectors else (member.class_name, *member.also_known_as)
+        if any(name in named for name in names):
             return member
     known = [member.class_name for member in FAMILY]
     raise LayoutError(f"architectures is {named!r}; allowed: one of {', '.join(map(repr, known))}")

@@ -1,11 +1,13 @@
 """The heads of the family: one file each, with a typed configuration and a module, found by the draft's
 architecture."""
 
+from draftsmith.drafts.heads.dspark import DSparkHead, DSparkHeadConfig
 from draftsmith.drafts.heads.head import HeadConfig, HeadSpec
 
 __all__ = ["HEADS", "HeadConfig", "HeadSpec"]
 
 HEADS: dict[str, HeadSpec] = {
     "dflash": HeadSpec(),
+    "dspark": HeadSpec(DSparkHeadConfig, DSparkHead),
 }
 """Architecture (`DraftConfig.architecture`) -> what it adds to the backbone."""

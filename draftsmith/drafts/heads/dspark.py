@@ -1,0 +1,152 @@
+"""DSpark's head: a low-rank bias from the token before (Markov head), and how sure the draft is (arXiv 2607.05147).
+
+Slot k's logits are those of the target's output head on h_k plus `W2 z_k`, where the latent `z_k` [R] is made of h_k and
+of the embedding `w = W1[x_prev]` of the token before the slot's label. Only `W2` has the size of the vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafts.checks import Bool, PositiveInt, one_of
+from draftsmith.drafts.heads.head import HeadConfig
+
+if TYPE_CHECKING:
+    from draftsmith.drafts.config import DraftConfig
+
+
+class DSparkHeadConfig(HeadConfig):
+    """The head's fields: R, how the latent is made, whether there is a confidence head and whether it reads w."""
+
+    markov_rank: PositiveInt
+    markov_head_type: Annotated[str, one_of(lambda: MARKOV_HEADS)]
+    enable_confidence_head: Bool
+    confidence_head_with_markov: Bool
+
+    def disagreements(self, config: "DraftConfig") -> Iterable[str]:
+        if self.confidence_head_with_markov and not self.enable_confidence_head:
+            yield (
+                "confidence_head_with_markov is True, but there is no confidence head (enable_confidence_head is "
+                "False); allowed: False, or enable_confidence_head True"
+            )
+
+
+class MarkovHead(nn.Module, ABC):
+    """The latent of every slot, left to right. Subclasses say how one step goes."""
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+    def embed(self, previous_ids: Tensor) -> Tensor:
+        """Token ids [...] int64 -> w = W1[ids] [..., R]."""
+        return self.markov_w1(previous_ids)
+
+    def start(self, previous: Tensor) -> Tensor:
+        """The state before the first slot: zeros like its w [..., R]."""
+        return torch.zeros_like(previous)
+
+    @abstractmethod
+    def step(self, state: Tensor, previous: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One slot: state [..., R], its w [..., R] and h [..., H] -> (latent z [..., R], the next state [..., R])."""
+
+    def latents(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """All slots of blocks whose tokens are known: w [..., P, R] and h [..., P, H] -> z [..., P, R]."""
+        state, latents = self.start(previous[..., 0, :]), []
+        for w, h in zip(previous.unbind(-2), hidden.unbind(-2), strict=True):
+            latent, state = self.step(state, w, h)
+            latents.append(latent)
+        return torch.stack(latents, dim=-2)
+
+
+class VanillaMarkovHead(MarkovHead):
+    """z = w."""
+
+    def step(self, state: Tensor, previous: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return previous, state
+
+    def latents(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        return previous
+
+
+class GatedMarkovHead(MarkovHead):
+    """z = sigmoid(G [h; w]) * w, G with bias."""
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, rank, hidden_size)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank)
+
+    def step(self, state: Tensor, previous: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.latents(previous, hidden), state
+
+    def latents(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """Slots do not depend on each other: all at once."""
+        return torch.sigmoid(self.gate_proj(torch.cat((hidden, previous), dim=-1))) * previous
+
+
+class RnnMarkovHead(MarkovHead):
+    """[g, c, o] = J [s; w; h], J with bias; s' = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c); z = tanh(o)."""
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, rank, hidden_size)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def step(self, state: Tensor, previous: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        gate, candidate, output = self.joint_proj(torch.cat((state, previous, hidden), dim=-1)).chunk(3, dim=-1)
+        keep = torch.sigmoid(gate)
+        return torch.tanh(output), keep * state + (1.0 - keep) * torch.tanh(candidate)
+
+
+MARKOV_HEADS: dict[str, type[MarkovHead]] = {
+    "vanilla": VanillaMarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RnnMarkovHead,
+}
+"""`markov_head_type` -> the module."""
+
+
+class ConfidenceHead(nn.Module):
+    """c = w_c . features + b: the logit of the chance that the verifier accepts the slot's token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[..., width] -> [...]."""
+        return self.proj(features).squeeze(-1)
+
+
+class DSparkHead(nn.Module):
+    """Markov head and, if configured, confidence head; parameters are named as in files."""
+
+    def __init__(self, config: "DraftConfig") -> None:
+        super().__init__()
+        fields = config.head_config
+        assert isinstance(fields, DSparkHeadConfig)
+        markov = MARKOV_HEADS[fields.markov_head_type]
+        self.markov_head = markov(config.vocab_size, fields.markov_rank, config.hidden_size)
+        self.confidence_head: ConfidenceHead | None = None
+        self.confidence_with_markov = fields.confidence_head_with_markov
+        if fields.enable_confidence_head:
+            extra = fields.markov_rank if fields.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(config.hidden_size + extra)
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Logits [...] float32 of slots with h [..., H] and w [..., R]; there must be a confidence head."""
+        assert self.confidence_head is not None
+        features = torch.cat((hidden, previous), dim=-1) if self.confidence_with_markov else hidden
+        return self.confidence_head(features).float()
+
+
+def corrected_logits(base: Tensor, latent: Tensor, output_weight: Tensor) -> Tensor:
+    """base [..., V] + W2 z: latent [..., R], output_weight W2 [V, R] -> [..., V] float32.
+
+    Training and decoding both add in float32: a small bias must not vanish in the rounding of bf16 logits.
+    """
+    return base.float() + nn.functional.linear(latent, output_weight).float()
