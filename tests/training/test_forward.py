@@ -1,0 +1,58 @@
+import torch
+
+from draftsmith.algorithms.algorithm import Terms
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.blocks.masks import AttentionBackend, dense_attention
+from draftsmith.features.schema import TAPS
+from draftsmith.training.batches import BlockSampler, Forward
+from draftsmith.training.forward import DraftLoss
+from tests.tiny import tiny_target
+from tests.tiny_draft import tiny_draft
+from tests.training.counting import MASK, TAP_IDS, counting_store, section
+
+
+class Recorder:
+    """An objective that keeps what it is given and depends on no parameter, as on a micro-batch without a label."""
+
+    def terms(self, draft, ends, outputs):
+        self.outputs = outputs
+        zero = torch.zeros(())
+        return Terms(zero, zero)
+
+
+def batch_of(store, draft):
+    layout = algorithm("dflash").block_layout(draft.config)
+    return BlockSampler(store, layout, MASK, 48, 4, seed=1, visible_slots=None).micro_batch(Forward([[2, 5]]), epoch=0)
+
+
+def test_the_objective_gets_what_the_draft_makes_of_the_targets_rows(tmp_path):
+    """With a target that scales its embeddings: drafts are given the bare rows, in training as in decoding."""
+    target = tiny_target("gemma3", vocab_size=19)
+    draft = tiny_draft(target, block_size=4, mask_token_id=MASK, target_layer_ids=TAP_IDS, input_embedding_scale=2.5)
+    batch = batch_of(counting_store(tmp_path, target, documents=6), draft)
+    recorder = Recorder()
+    DraftLoss(draft, target.ends, recorder, attention=AttentionBackend.DENSE, autocast=None)(batch, 0.25)
+
+    packed, blocks = batch.packed, batch.blocks
+    context = draft.context_keys_values(packed.features[TAPS], packed.positions)
+    attend = dense_attention(blocks, packed.document, draft.attention_kinds)
+    rows = target.ends.embedding_rows(blocks.input_ids)
+    torch.testing.assert_close(recorder.outputs.hidden, draft(rows, blocks.positions, context, attend))
+    assert recorder.outputs.progress == 0.25
+    assert recorder.outputs.final_state is None
+
+
+def test_every_parameter_has_a_gradient_even_without_a_label(target, store):
+    draft = tiny_draft(target, block_size=4, mask_token_id=MASK, target_layer_ids=TAP_IDS)
+    loss = DraftLoss(draft, target.ends, Recorder(), attention=AttentionBackend.DENSE, autocast=None)
+    numerator, _, _ = loss(batch_of(store, draft), 0.0)
+    numerator.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in draft.parameters())
+
+
+def test_the_targets_ends_are_neither_trained_nor_saved(target):
+    draft = tiny_draft(target, block_size=4)
+    objective = algorithm("dflash").objective(draft.config, section())
+    loss = DraftLoss(draft, target.ends, objective, attention=AttentionBackend.DENSE, autocast=None)
+    assert {name.split(".", 1)[0] for name in loss.state_dict()} == {"draft"}
+    assert not list(loss.buffers())
