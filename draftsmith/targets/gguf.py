@@ -100,6 +100,7 @@ def _set_special_tokens(path: Path, tokenizer: Any) -> None:
     """Give the tokenizer the special tokens that the file names: some releases of transformers mix bos and eos up."""
     from gguf import GGUFReader
 
+    tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces of byte-level text
     fields = GGUFReader(path).fields
     for attribute, name in _SPECIAL_TOKENS.items():
         if name in fields:
