@@ -1,4 +1,4 @@
-"""How files spell DSpark's head: SpecForge, Model-Optimizer and SGLang have each their own names for the same fields."""
+"""How files spell DSpark's head: SpecForge, Model-Optimizer and SGLang have each their own names for its fields."""
 
 from typing import Any
 

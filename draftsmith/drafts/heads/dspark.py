@@ -1,7 +1,7 @@
 """DSpark's head: a low-rank bias from the token before (Markov head), and how sure the draft is (arXiv 2607.05147).
 
-Slot k's logits are those of the target's output head on h_k plus `W2 z_k`, where the latent `z_k` [R] is made of h_k and
-of the embedding `w = W1[x_prev]` of the token before the slot's label. Only `W2` has the size of the vocabulary.
+Slot k's logits are those of the target's output head on h_k plus `W2 z_k`, where the latent `z_k` [R] is made of h_k
+and of the embedding `w = W1[x_prev]` of the token before the slot's label, by the head's kind.
 """
 
 from abc import ABC, abstractmethod

@@ -1,0 +1,282 @@
+"""DSpark: a masked block whose slots are tied together by a bias from the token before, and a head that says how far to
+trust them (arXiv 2607.05147).
+
+The draft learns the target's distribution itself, so the target's final states are captured beside the taps.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor
+from torch.nn import functional
+
+from draftsmith.algorithms.algorithm import (
+    Algorithm,
+    BlockOutputs,
+    DraftSection,
+    Objective,
+    Options,
+    Proposals,
+    Proposer,
+    Terms,
+    TokenSampler,
+)
+from draftsmith.algorithms.checks import check_num_proposals
+from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
+from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
+from draftsmith.blocks.blocks import Blocks
+from draftsmith.blocks.layout import BlockKind, BlockLayout
+from draftsmith.drafts.checks import describe, number
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.heads.dspark import DSparkHead, corrected_logits
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.schema import CaptureLayout
+from draftsmith.losses.teacher import TeacherLosses, cross_entropy_and_l1
+from draftsmith.targets.ends import TargetEnds
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+class DSparkObjectiveOptions(Options):
+    """`draft.objective` of DSpark: the weights of the three terms (confidence_weight None: 1 where there is a
+    confidence head), how labels are weighted, and how many slots go through the vocabulary at a time."""
+
+    cross_entropy_weight: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    l1_weight: float = Field(default=0.9, ge=0, allow_inf_nan=False)
+    confidence_weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    weighting: FixedWeighting = DecayWeighting(gamma=4.0)
+    head_chunk: int = Field(default=1024, ge=1)
+
+    @model_validator(mode="after")
+    def _something_is_learnt(self) -> Self:
+        if self.cross_entropy_weight == 0 and self.l1_weight == 0:
+            raise ValueError("cross_entropy_weight and l1_weight are both 0; the draft would learn nothing: raise one")
+        return self
+
+
+class DSparkSection(DraftSection):
+    """The recipe's `draft` section for DSpark. The fields of the head are those of its configuration."""
+
+    algorithm: Literal["dspark"] = "dspark"
+    markov_rank: int | None = None
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool | None = None
+    objective: DSparkObjectiveOptions = DSparkObjectiveOptions()
+
+    @model_validator(mode="after")
+    def _has_what_it_weighs(self) -> Self:
+        if self.objective.confidence_weight is not None and not self.enable_confidence_head:
+            raise ValueError(_no_confidence_head("objective.confidence_weight", self.objective.confidence_weight))
+        return self
+
+
+class DSparkDecodingOptions(Options):
+    """`min_survival`: proposals count while the confidence head gives them at least this chance that the verifier gets
+    to them and accepts them; the rest of the block is not verified. None: all count."""
+
+    min_survival: Annotated[float, number(above=0.0), Field(le=1)] | None = None
+
+
+def _no_confidence_head(option: str, value: float) -> str:
+    return f"{option} is {value}, but the draft has no confidence head; leave it out, or set enable_confidence_head"
+
+
+def _head(draft: Draft) -> DSparkHead:
+    assert isinstance(draft.head, DSparkHead)
+    return draft.head
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DSparkObjective:
+    """sum_w w * (0.1 CE + 0.9 L1 + 1.0 BCE) / sum_w w, with the weights of the options.
+
+    L1 = sum_v |p_draft - p_target| (not halved), p_target = softmax(head(final_state[label - 1])); the confidence
+    logit's target in the BCE is the chance of acceptance 1 - L1/2, detached. A slot counts only while all earlier
+    slots of its block do: nothing is ever verified behind an unverified token.
+    """
+
+    layout: BlockLayout
+    options: DSparkObjectiveOptions
+    confidence_weight: float | None
+
+    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+        head = _head(draft)
+        blocks = reachable(outputs.blocks)
+        hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
+        previous = head.markov_head.embed(blocks.previous_ids)  # [R, N, P, rank]
+        latents = head.markov_head.latents(previous, hidden)  # [R, N, P, rank]
+        weights = self.options.weighting.weights(blocks)  # [R, N, P]
+        rows = blocks.label_mask.flatten().nonzero().squeeze(-1)  # [m]
+        row_weights = _rows(weights, rows)
+
+        numerator, losses = self._vocabulary_terms(draft, ends, outputs, blocks, hidden, latents, rows, row_weights)
+        acceptance = (1.0 - 0.5 * losses.l1).clamp(0.0, 1.0)  # [m]
+        denominator = weights.sum()
+        metrics = {
+            "cross_entropy": ((row_weights * losses.cross_entropy).sum(), denominator),
+            "l1": ((row_weights * losses.l1).sum(), denominator),
+            **label_metrics(_spread(losses.predicted_ids, rows, blocks), blocks),
+            **{f"base_{k}": v for k, v in label_metrics(_spread(losses.unary_ids, rows, blocks), blocks).items()},
+            **acceptance_metrics(_spread(acceptance, rows, blocks), blocks),
+        }
+        if self.confidence_weight is not None:
+            confidence = head.confidence(_rows(hidden, rows), _rows(previous, rows))  # [m]
+            errors = functional.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
+            confidence_loss = (row_weights * errors).sum()
+            numerator = numerator + self.confidence_weight * confidence_loss
+            metrics["confidence_loss"] = (confidence_loss.detach(), denominator)
+            expected = _spread(confidence.detach().sigmoid(), rows, blocks)
+            metrics |= calibration_metrics(expected, _spread(acceptance, rows, blocks), blocks)
+        metrics["loss"] = (numerator.detach(), denominator)
+        return Terms(numerator, denominator, metrics)
+
+    def _vocabulary_terms(
+        self,
+        draft: Draft,
+        ends: TargetEnds,
+        outputs: BlockOutputs,
+        blocks: Blocks,
+        hidden: Tensor,
+        latents: Tensor,
+        rows: Tensor,
+        row_weights: Tensor,
+    ) -> tuple[Tensor, TeacherLosses]:
+        """The two terms whose tensors have the width of the vocabulary: their weighted sum, and both row by row."""
+        if outputs.final_state is None:
+            raise DraftsmithError("dspark learns from the target's final states, and the batch has none; capture them")
+        states = outputs.final_state.flatten(0, 1)  # [R*S, H]
+        row_start = torch.arange(len(outputs.final_state), device=rows.device) * outputs.final_state.shape[1]
+        teacher_index = _rows(blocks.label_index - 1 + row_start.view(-1, 1, 1), rows)  # [m]
+
+        def logits(hidden: Tensor, latent: Tensor, output_weight: Tensor) -> tuple[Tensor, Tensor]:
+            unary = draft.logits(hidden, ends)
+            return unary, corrected_logits(unary, latent, output_weight)
+
+        def teacher_logits(part: slice) -> Tensor:
+            return ends.project(states[teacher_index[part]].to(ends.head_weight.dtype))
+
+        return cross_entropy_and_l1(
+            (_rows(hidden, rows), _rows(latents, rows)),
+            (_head(draft).markov_head.markov_w2.weight,),
+            logits,
+            teacher_logits,
+            _rows(blocks.labels, rows),
+            row_weights,
+            cross_entropy_weight=self.options.cross_entropy_weight,
+            l1_weight=self.options.l1_weight,
+            chunk=self.options.head_chunk,
+        )
+
+
+def reachable(blocks: Blocks) -> Blocks:
+    """The same blocks, without the labels that come after one without supervision."""
+    return replace(blocks, label_mask=blocks.label_mask.long().cumprod(-1).bool())
+
+
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    """[R, N, P, ...] -> [m, ...], the labels numbered in `rows`."""
+    return values.flatten(0, 2).index_select(0, rows)
+
+
+def _spread(values: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
+    """[m] -> [R, N, P], 0 at labels without supervision."""
+    spread = values.new_zeros(blocks.label_mask.numel()).index_copy(0, rows, values)
+    return spread.view(blocks.label_mask.shape)
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DSparkProposer:
+    """Left to right: each slot's logits with the bias of the token chosen before it, from which the sampler chooses.
+
+    Whether a slot counts under `min_survival` depends on the tokens before it only, so the output does not change.
+    """
+
+    draft: Draft
+    ends: TargetEnds
+    layout: BlockLayout
+    num_proposals: int
+    min_survival: float | None = None
+
+    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], q where the request samples, count where
+        `min_survival` is set."""
+        head = _head(self.draft)
+        markov = head.markov_head
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        unary = self.draft.logits(slots, self.ends)  # [batch, P, V]
+        ids, state = anchor_ids, markov.start(markov.embed(anchor_ids))
+        token_ids, distributions, confidence = [], [], []
+        for slot in range(self.num_proposals):
+            previous = markov.embed(ids)  # [batch, rank]
+            latent, state = markov.step(state, previous, slots[:, slot])
+            if self.min_survival is not None:
+                confidence.append(head.confidence(slots[:, slot], previous))
+            ids, q = sampler(corrected_logits(unary[:, slot], latent, markov.markov_w2.weight), slot)
+            token_ids.append(ids)
+            if q is not None:
+                distributions.append(q)
+        count = None
+        if self.min_survival is not None:
+            survival = torch.stack(confidence, dim=1).sigmoid().cumprod(-1)  # [batch, P], falling
+            count = (survival >= self.min_survival).sum(-1)
+        q = torch.stack(distributions, dim=1) if distributions else None
+        return Proposals(torch.stack(token_ids, dim=1), q, count)
+
+
+# --- the method -----------------------------------------------------------------------------------------------------
+
+
+class DSpark(Algorithm):
+    name = "dspark"
+    architecture = "dspark"
+    summary = "Masked block with a bias from the token before, and a confidence for every slot"
+    paper = "arXiv 2607.05147"
+    section: ClassVar[type[DraftSection]] = DSparkSection
+
+    def head_config(self, section: Any) -> dict[str, Any]:
+        with_markov = section.confidence_head_with_markov
+        fields = {
+            "markov_rank": section.markov_rank,
+            "markov_head_type": section.markov_head_type,
+            "enable_confidence_head": section.enable_confidence_head,
+            # A confidence head reads the Markov embedding unless told otherwise.
+            "confidence_head_with_markov": section.enable_confidence_head if with_markov is None else with_markov,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def block_layout(self, config: DraftConfig) -> BlockLayout:
+        return BlockLayout(BlockKind.ANCHOR_FIRST, config.block_size)
+
+    def capture(self, config: DraftConfig) -> CaptureLayout:
+        return replace(super().capture(config), final_state=True)
+
+    def objective(self, config: DraftConfig, section: Any) -> Objective:
+        options: DSparkObjectiveOptions = section.objective
+        weight = options.confidence_weight
+        if config.head["enable_confidence_head"]:
+            return DSparkObjective(self.block_layout(config), options, 1.0 if weight is None else weight)
+        if weight is not None:  # the checkpoint's head has none
+            raise DraftsmithError(_no_confidence_head("draft.objective.confidence_weight", weight))
+        return DSparkObjective(self.block_layout(config), options, None)
+
+    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
+        try:
+            options = DSparkDecodingOptions(**decoding)
+        except ValidationError as error:
+            known = DSparkDecodingOptions.model_fields
+            raise DraftsmithError(describe(error, "the decoding options of dspark", known)) from None
+        if options.min_survival is not None and _head(draft).confidence_head is None:
+            raise DraftsmithError(_no_confidence_head("min_survival", options.min_survival))
+        layout = self.block_layout(draft.config)
+        count = check_num_proposals(num_proposals, layout)
+        return DSparkProposer(draft, ends, layout, count, options.min_survival)
