@@ -116,7 +116,7 @@ def _by_target(
     tokenizer = target.tokenizer
     stops = stop_token_ids(tokenizer, target.model.generation_config)
     dialogues = [Dialogue(prompt) for prompt in prompts]
-    dialogues.sort(key=lambda dialogue: len(render_prompt(dialogue.ask(), tokenizer, data)))
+    dialogues.sort(key=lambda dialogue: len(_question_ids(dialogue, target, data)))
     for first in range(0, len(dialogues), options.batch_size):
         batch = dialogues[first : first + options.batch_size]
         tokens = 0
@@ -124,7 +124,7 @@ def _by_target(
             generations = generate(
                 target,
                 None,
-                [render_prompt(dialogue.ask(), tokenizer, data) for dialogue in waiting],
+                [_question_ids(dialogue, target, data) for dialogue in waiting],
                 max_new_tokens=options.max_new_tokens,
                 temperature=options.temperature,
                 top_p=options.top_p,
@@ -137,8 +137,23 @@ def _by_target(
                 text = tokenizer.decode(
                     generation.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )
+                if generation.finish_reason == "length":
+                    # The limit may fall inside a character of several tokens, which then decodes to U+FFFD.
+                    text = text.rstrip("\ufffd")
                 dialogue.answer({"role": "assistant", "content": text}, generation.finish_reason)
         yield [dialogue.record() for dialogue in batch], tokens
+
+
+def _question_ids(dialogue: Dialogue, target: Target, data: DataOptions) -> list[int]:
+    """The tokens of the conversation up to the next answer, which the target's window must have room for."""
+    ids = render_prompt(dialogue.ask(), target.tokenizer, data)
+    window = target.max_position_embeddings
+    if len(ids) >= window:
+        raise DraftsmithError(
+            f"prompt {dialogue.prompt.id!r} has {len(ids)} tokens by its turn {dialogue.turn + 1}, and the target's "
+            f"window is {window} tokens, of which at least one must be left for the answer; shorten or drop the prompt"
+        )
+    return ids
 
 
 def _by_endpoint(

@@ -189,6 +189,14 @@ def test_a_damaged_file_is_refused(target: Target, tmp_path: Path) -> None:
             regenerate(target, PROMPTS[:2], out, OPTIONS)
 
 
+def test_a_prompt_longer_than_the_window_is_named_before_any_work(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    long = Prompt("too-long", ("x" * target.max_position_embeddings,))
+    with pytest.raises(DraftsmithError, match=r"prompt 'too-long' has \d+ tokens by its turn 1, .* window is 512"):
+        regenerate(target, [PROMPTS[0], long], out, OPTIONS)
+    assert not out.exists()
+
+
 def test_faults_known_beforehand(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     bare = Target.from_model(target.model)
