@@ -6,12 +6,14 @@ from pydantic import BeforeValidator, Field
 
 from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.dflash import DFlash, DFlashSection
+from draftsmith.algorithms.domino import Domino, DominoSection
+from draftsmith.algorithms.dspark import DSpark, DSparkSection
 from draftsmith.algorithms.dta import DTA, DTASection
 from draftsmith.drafts.checks import nearest
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
 
-_ALGORITHMS: dict[str, Algorithm] = {method.name: method for method in (DFlash(), DTA())}
+_ALGORITHMS: dict[str, Algorithm] = {method.name: method for method in (DFlash(), Domino(), DSpark(), DTA())}
 
 
 def all_algorithms() -> tuple[Algorithm, ...]:
@@ -47,6 +49,6 @@ def _check_algorithm(section: Any) -> Any:
 
 
 DraftSectionUnion = Annotated[
-    Annotated[DFlashSection | DTASection, Field(discriminator="algorithm")], BeforeValidator(_check_algorithm)
+    Annotated[DFlashSection | DominoSection | DSparkSection | DTASection, Field(discriminator="algorithm")], BeforeValidator(_check_algorithm)
 ]
 """The recipe's `draft` section, typed by its `algorithm`."""

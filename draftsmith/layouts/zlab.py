@@ -44,6 +44,14 @@ _DSPARK_HEAD = ("markov_rank", "markov_head_type", "enable_confidence_head", "co
 FAMILY = (
     Member("dflash", "DFlashDraftModel"),
     Member(
+        "domino",
+        "DFlashDraftModel",
+        also_known_as=("DominoDraftModel",),
+        projectors=("domino", "causal_v5"),  # the second is an older spelling
+        head=("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"),
+        repeated=("emb_dim",),
+    ),
+    Member(
         "dspark",
         "Qwen3DSparkModel",  # what SGLang looks for
         also_known_as=("Qwen3DSparkModel", "DSparkDraftModel"),

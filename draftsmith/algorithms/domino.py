@@ -1,0 +1,204 @@
+"""Domino: a masked block whose logits are corrected, left to right, by what the block says so far (arXiv 2605.29707)."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import torch
+from pydantic import Field, StrictBool, StrictInt
+from torch import Tensor
+from torch.nn import functional
+
+from draftsmith.algorithms.algorithm import (
+    Algorithm,
+    BlockOutputs,
+    DraftSection,
+    Objective,
+    Options,
+    Proposals,
+    Proposer,
+    Terms,
+    TokenSampler,
+)
+from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.metrics import label_metrics
+from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
+from draftsmith.blocks.blocks import Blocks
+from draftsmith.blocks.layout import BlockKind, BlockLayout
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.heads.domino import DominoHead, DominoHeadConfig
+from draftsmith.errors import DraftsmithError
+from draftsmith.losses.chunked import chunked_sum
+from draftsmith.targets.ends import TargetEnds
+
+
+class DominoObjectiveOptions(Options):
+    """`draft.objective` of Domino: position weights, the curriculum, and how many slots go through the output head at a
+    time.
+
+    The share of the uncorrected logits in the loss falls along a line from `lambda_start` to 0, which it reaches after
+    `lambda_decay_ratio` of the run's optimiser steps.
+    """
+
+    weighting: FixedWeighting = DecayWeighting()
+    lambda_start: float = Field(default=1.0, ge=0, le=1)
+    lambda_decay_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    head_chunk: int = Field(default=512, ge=1)
+
+    def base_share(self, progress: float) -> float:
+        """lambda at `progress` in [0, 1), the share of optimiser steps done."""
+        return self.lambda_start * max(0.0, 1.0 - progress / self.lambda_decay_ratio)
+
+
+class DominoSection(DraftSection):
+    """The recipe's `draft` section for Domino. `gru_hidden_dim` and `emb_dim` have no default; the head's fields mean
+    what they mean in `DominoHeadConfig`."""
+
+    algorithm: Literal["domino"] = "domino"
+    gru_hidden_dim: Annotated[StrictInt, Field(ge=1)] | None = None
+    emb_dim: Annotated[StrictInt, Field(ge=1)] | None = None
+    pure_draft_prefix_len: Annotated[StrictInt, Field(ge=0)] | None = None
+    shift_label: StrictBool | None = None
+    objective: DominoObjectiveOptions = DominoObjectiveOptions()
+
+
+@dataclass(frozen=True)
+class DominoObjective:
+    """(1 - lambda) * CE(b + e) + lambda * CE(b), both summed with the same position weights over the sum of them."""
+
+    layout: BlockLayout
+    options: DominoObjectiveOptions
+
+    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+        """Base and corrected logits of a chunk of slots are made together, from one pass through the output head."""
+        blocks = outputs.blocks
+        share = self.options.base_share(outputs.progress)
+        hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
+        weights = self.options.weighting.weights(blocks)  # [R, N, P]
+        rows = blocks.label_mask.flatten().nonzero().squeeze(-1)  # [m]
+        selected = [t.flatten(0, 2).index_select(0, rows) for t in (hidden, corrections(draft, ends, hidden, blocks))]
+        row_labels, row_weights = blocks.labels.flatten()[rows], weights.flatten()[rows]
+        head = cast(DominoHead, draft.head)
+
+        def compute(part: slice, h: Tensor, latent: Tensor, output_weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            base = draft.logits(h, ends).float()  # [m', V]
+            final = head.correct(base, latent, output_weight)
+            labels = row_labels[part]
+            base_loss = functional.cross_entropy(base, labels, reduction="none")
+            final_loss = functional.cross_entropy(final, labels, reduction="none")
+            total = (row_weights[part] * ((1.0 - share) * final_loss + share * base_loss)).sum()
+            return total, (base_loss, final_loss, base.argmax(-1), final.argmax(-1))
+
+        numerator, (base_loss, final_loss, base_predicted, predicted) = chunked_sum(
+            compute, selected, (head.output_weight,), chunk=self.options.head_chunk
+        )
+        denominator = weights.sum()
+
+        def spread(ids: Tensor) -> Tensor:
+            return torch.zeros_like(blocks.labels).flatten().index_copy(0, rows, ids).view_as(blocks.labels)
+
+        before = label_metrics(spread(base_predicted), blocks)
+        metrics = {
+            "loss": (numerator.detach(), denominator),
+            "base_loss": ((row_weights * base_loss).sum(), denominator),
+            "final_loss": ((row_weights * final_loss).sum(), denominator),
+            "lambda": (denominator * share, denominator),
+            **label_metrics(spread(predicted), blocks),
+            **{f"base_{name}": pair for name, pair in before.items()},
+        }
+        return Terms(numerator, denominator, metrics)
+
+
+def corrections(draft: Draft, ends: TargetEnds, hidden: Tensor, blocks: Blocks) -> Tensor:
+    """The latents whose product with W2 is the correction, with the true tokens as prefix.
+
+    hidden [R, N, P, H], of the predicting slots -> [R, N, P, E]. Zero where the logits are not corrected: there W2,
+    which has no bias, adds exactly nothing.
+    """
+    head = cast(DominoHead, draft.head)
+    states = head.prefix_states(embeddings(draft, ends, blocks.previous_ids))  # [R, N, P, G]
+    latent = head.latent(hidden, states)
+    label = torch.arange(latent.shape[2], device=latent.device)
+    return latent * (label >= head.pure_draft_prefix_len).unsqueeze(-1)
+
+
+def embeddings(draft: Draft, ends: TargetEnds, ids: Tensor) -> Tensor:
+    """What the GRU reads of tokens [...]: their embeddings as in the block's own input [..., H]."""
+    rows = ends.embedding_rows(ids).to(draft.dtype)
+    return rows * draft.config.input_embedding_scale
+
+
+@dataclass
+class DominoProposer:
+    """Fills the block left to right: each token is drawn from (or is the argmax of) the logits that the tokens before
+    it have corrected, over the whole vocabulary. All state is in tensors; every step is the same work."""
+
+    draft: Draft
+    ends: TargetEnds
+    layout: BlockLayout
+    num_proposals: int
+
+    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
+        head = cast(DominoHead, self.draft.head)
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        base = self.draft.logits(slots, self.ends)  # [batch, P, V]
+        token_ids, distributions = [], []
+        previous = embeddings(self.draft, self.ends, anchor_ids)  # [batch, H]
+        state = head.empty_prefix(previous)  # [batch, G]
+        for label in range(self.num_proposals):
+            state = head.read(state, previous)
+            logits = base[:, label]
+            if label >= head.pure_draft_prefix_len:
+                logits = head.correct(logits, head.latent(slots[:, label], state))
+            ids, q = sampler(logits, label)
+            previous = embeddings(self.draft, self.ends, ids)
+            token_ids.append(ids)
+            if q is not None:
+                distributions.append(q)
+        return Proposals(torch.stack(token_ids, dim=1), torch.stack(distributions, dim=1) if distributions else None)
+
+
+class Domino(Algorithm):
+    name = "domino"
+    architecture = "domino"
+    summary = "Masked block, corrected left to right by a GRU over the block's own tokens"
+    paper = "arXiv 2605.29707"
+    section: ClassVar[type[DraftSection]] = DominoSection
+
+    def head_config(self, section: Any) -> dict[str, Any]:
+        fields = {name: getattr(section, name) for name in DominoHeadConfig.model_fields}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def block_layout(self, config: DraftConfig) -> BlockLayout:
+        shifted = cast(DominoHeadConfig, config.head_config).shift_label
+        return BlockLayout(BlockKind.ANCHOR_FIRST if shifted else BlockKind.ANCHOR_KNOWN, config.block_size)
+
+    def objective(self, config: DraftConfig, section: Any) -> Objective:
+        return DominoObjective(self.block_layout(config), section.objective)
+
+    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
+        check_no_decoding_options(self.name, decoding)
+        _check_whole_vocabulary(draft, ends)
+        layout = self.block_layout(draft.config)
+        return DominoProposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+
+
+def _check_whole_vocabulary(draft: Draft, ends: TargetEnds) -> None:
+    """Each proposal is an argmax or a draw over all tokens, which has to happen in one place."""
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if world_size > 1:
+        raise DraftsmithError(
+            f"domino decodes in one process, and this is one of {world_size} (world size {world_size}): its head is "
+            "not split over devices; decode in a single process"
+        )
+    if ends.vocab_size != draft.config.vocab_size:
+        raise DraftsmithError(
+            f"domino corrects the logits of {draft.config.vocab_size} tokens (vocab_size), and the target's output head "
+            f"has {ends.vocab_size}; both must be the same"
+        )
+    if ends.head_weight.device != draft.device:
+        raise DraftsmithError(
+            f"domino's head is on {draft.device} and the target's output head on {ends.head_weight.device}; put both "
+            "on one device"
+        )

@@ -1,0 +1,88 @@
+"""Domino's head: a GRU over the block's tokens so far, and a low-rank correction of the logits (arXiv 2605.29707).
+
+For the slot that predicts token j, with the draft's state h and the GRU's state s after reading the tokens from the
+anchor to j - 1: logits = b + W2 SiLU(W1 [h; s]), where b are the logits of the target's output head on h. The first
+`pure_draft_prefix_len` predicting slots keep b.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafts.checks import Bool, CountInt, PositiveInt
+from draftsmith.drafts.heads.head import HeadConfig
+
+if TYPE_CHECKING:
+    from draftsmith.drafts.config import DraftConfig
+
+
+class DominoHeadConfig(HeadConfig):
+    """The head's own fields: G, the GRU's width; E, the rank of the correction; how many predicting slots come before
+    the first corrected one; and whether the anchor's own slot predicts already (`shift_label`). The defaults of the
+    last two are what readers of published files take for an absent field."""
+
+    gru_hidden_dim: PositiveInt
+    emb_dim: PositiveInt
+    pure_draft_prefix_len: CountInt = 0
+    shift_label: Bool = False
+
+    def disagreements(self, config: "DraftConfig") -> Iterable[str]:
+        proposals = config.block_size if self.shift_label else config.block_size - 1
+        if self.pure_draft_prefix_len >= proposals:
+            yield (
+                f"pure_draft_prefix_len is {self.pure_draft_prefix_len}; allowed: 0 to {proposals - 1}, so that the "
+                f"head corrects something (block_size is {config.block_size} and shift_label {self.shift_label}: "
+                f"{proposals} proposals)"
+            )
+
+
+class DominoHead(nn.Module):
+    """Prefix encoder and correction; parameters are named as in files.
+
+    In training `prefix_states` reads all tokens of a block at once; in decoding `read` takes them one by one. Both give
+    the same states.
+    """
+
+    def __init__(self, config: "DraftConfig") -> None:
+        super().__init__()
+        fields = cast(DominoHeadConfig, config.head_config)
+        self.pure_draft_prefix_len = fields.pure_draft_prefix_len
+        self.prefix_gru = nn.GRU(config.hidden_size, fields.gru_hidden_dim, bias=False, batch_first=True)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(config.hidden_size + fields.gru_hidden_dim, fields.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(fields.emb_dim, config.vocab_size, bias=False),
+        )
+
+    @property
+    def output_weight(self) -> Tensor:
+        """W2 [V, E]."""
+        return cast(nn.Linear, self.embed_proj[2]).weight
+
+    def prefix_states(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [..., P, H] of the tokens from the anchor on -> the state after each of them [..., P, G]."""
+        states, _ = self.prefix_gru(embeddings.flatten(0, -3))
+        return states.unflatten(0, embeddings.shape[:-2])
+
+    def empty_prefix(self, embeddings: Tensor) -> Tensor:
+        """The state before any token, for rows like embeddings [..., H]: zeros [..., G]."""
+        return embeddings.new_zeros(*embeddings.shape[:-1], self.prefix_gru.hidden_size)
+
+    def read(self, state: Tensor, embeddings: Tensor) -> Tensor:
+        """One more token: state [batch, G], embeddings [batch, H] -> [batch, G]."""
+        gru = self.prefix_gru
+        return torch.gru_cell(embeddings, state, gru.weight_ih_l0, gru.weight_hh_l0)
+
+    def latent(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """SiLU(W1 [h; s]): hidden [..., H], state [..., G] -> [..., E]."""
+        return self.embed_proj[:2](torch.cat((hidden, state), dim=-1))
+
+    def correct(self, logits: Tensor, latent: Tensor, output_weight: Tensor | None = None) -> Tensor:
+        """logits [..., V] of any float dtype + W2 latent [..., E] -> [..., V] float32.
+
+        output_weight: W2, where the caller needs its gradient apart from the module's parameter.
+        """
+        weight = self.output_weight if output_weight is None else output_weight
+        return logits.float() + nn.functional.linear(latent, weight).float()
