@@ -54,10 +54,10 @@ def demo(
     Example: `draftsmith demo --run runs/demo`
     """
     with _reporting(run):
-        from draftsmith.console import ConsoleProgress
+        from draftsmith.console import start_console
         from draftsmith.demo import run_demo
 
-        run_demo(run, overrides or [], fresh=fresh, progress=ConsoleProgress(), console=Console())
+        run_demo(run, overrides or [], fresh=fresh, progress=start_console(), console=Console())
 
 
 @app.command()
@@ -206,17 +206,22 @@ def algorithms() -> None:
     Console().print(algorithm_table())
 
 
+def _say(line: str) -> None:
+    """One line of result on standard error: standard output is for what a program may read."""
+    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def _workspace(recipe: str, overrides: list[str] | None) -> Iterator["Workspace"]:
     """The stages of a recipe, with errors reported as `_reporting` does."""
     with _reporting(None):
-        from draftsmith.console import ConsoleProgress
+        from draftsmith.console import start_console
         from draftsmith.recipe import load_recipe
         from draftsmith.workspace import Workspace
 
         loaded = load_recipe(recipe, overrides or [])
         with _reporting(loaded.run):
-            yield Workspace(loaded, progress=ConsoleProgress(), say=Console().print)
+            yield Workspace(loaded, progress=start_console(), say=_say)
 
 
 @contextmanager

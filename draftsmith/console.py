@@ -1,14 +1,19 @@
 """Progress on the console: a Rich bar with an ETA in a terminal, a plain line now and then in a log."""
 
+import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
+from transformers.utils.logging import disable_progress_bar
 
-from draftsmith.progress import Stage
+from draftsmith.progress import Progress as ProgressReport
+from draftsmith.progress import SilentProgress, Stage
 
 LOG_INTERVAL_SECONDS = 15.0
 
@@ -62,15 +67,20 @@ class _LogStage:
         self._done = 0.0
         self._shown: dict[str, str] = {}
         self._started = self._last = time.monotonic()
+        self._news = True
 
     def advance(self, amount: float = 1.0, **fields: str) -> None:
         self._done += amount
         self._shown.update(fields)
+        self._news = True
         if time.monotonic() - self._last >= LOG_INTERVAL_SECONDS:
-            self._last = time.monotonic()
             self.write()
 
     def write(self) -> None:
+        """A line, unless the last one said the same."""
+        if not self._news:
+            return
+        self._last, self._news = time.monotonic(), False
         elapsed = time.monotonic() - self._started
         done = format_count(self._done)
         parts = [f"{done}/{format_count(self._total)} {self._unit}" if self._total else f"{done} {self._unit}"]
@@ -97,8 +107,10 @@ class ConsoleProgress:
     def stage(self, name: str, total: float | None, unit: str) -> Iterator[Stage]:
         if not self._console.is_terminal:
             line = _LogStage(self._console, name, total, unit)
-            yield line
-            line.write()
+            try:
+                yield line
+            finally:
+                line.write()
             return
         if self._bars is None:
             self._bars = Progress(
@@ -115,3 +127,19 @@ class ConsoleProgress:
             if self._open == 0:
                 self._bars.stop()
                 self._bars = None
+
+
+def start_console() -> ProgressReport:
+    """Sends draftsmith's log messages to standard error, above the bars, and returns the progress to report to.
+
+    Of several processes started together (RANK in the environment), only the first one draws.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return SilentProgress()
+    disable_progress_bar()  # transformers' own bars would run into these
+    console = Console(stderr=True)
+    handler = RichHandler(console=console, show_time=False, show_path=False, markup=False)
+    logger = logging.getLogger("draftsmith")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    return ConsoleProgress(console)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,9 @@ def run_demo(run: Path, overrides: Sequence[str], *, fresh: bool, progress: Prog
     recipe = demo_recipe(run, overrides)
     if fresh:
         _start_over(run)
-    workspace = Workspace(recipe, progress=progress, say=lambda line: console.print(line, highlight=False), redo=True)
+    workspace = Workspace(
+        recipe, progress=progress, say=partial(console.print, highlight=False, markup=False, soft_wrap=True), redo=True
+    )
     workspace.regenerate()
     workspace.capture()
     workspace.train()

@@ -11,7 +11,7 @@ from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
-from draftsmith.layouts.directory import read_directory
+from draftsmith.layouts import read_directory
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, read_record
 

@@ -41,7 +41,7 @@ class TargetOutline:
                 location.name, revision=options.revision, trust_remote_code=options.trust_remote_code
             )
         ends = TargetEnds.load(**options.model_dump())
-        return cls(config.get_text_config(), ends, tokenizer, location.source, config._commit_hash)
+        return cls(config.get_text_config(), ends, tokenizer, location.source, getattr(config, "_commit_hash", None))
 
     @property
     def hidden_size(self) -> int:

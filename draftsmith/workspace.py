@@ -99,7 +99,8 @@ class Workspace:
 
         settings = {
             "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
-            **self._settings("target", "data", "regenerate"),
+            **self._settings("target", "regenerate"),
+            "data": self._template_settings(),
         }
         self._perform("regenerate", settings, out, work, fresh=fresh)
 
@@ -129,7 +130,8 @@ class Workspace:
         settings = {
             "conversations": file_digest(source),
             "draft": recipe.draft.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
-            **self._settings("target", "data", "capture"),
+            **self._settings("target", "capture"),
+            "data": _effective(recipe.data.model_dump(mode="json", exclude={"prompts", "conversations"})),
         }
         self._perform("capture", settings, directory, work, fresh=fresh)
 
@@ -199,7 +201,8 @@ class Workspace:
         settings = {
             "draft": {path.name: file_digest(path) for path in sorted(directory.iterdir()) if path.is_file()},
             "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
-            **self._settings("target", "data", "bench"),
+            **self._settings("target", "bench"),
+            "data": self._template_settings(),
         }
         self._perform("bench", settings, recipe.bench_json, work, fresh=fresh, redo=True)
         report = read_report(recipe.bench_json)
@@ -236,6 +239,14 @@ class Workspace:
     def _settings(self, *sections: str) -> dict[str, Any]:
         """The recipe's sections as a stage's settings: what its output depends on."""
         return {name: _effective(getattr(self.recipe, name).model_dump(mode="json")) for name in sections}
+
+    def _template_settings(self) -> dict[str, Any]:
+        """What decides how a prompt is rendered."""
+        data = self.recipe.data
+        return {
+            **data.model_dump(mode="json", include={"system_prompt", "enable_thinking"}),
+            "chat_template": data.chat_template_text,
+        }
 
     def _perform(
         self,

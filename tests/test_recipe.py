@@ -192,6 +192,8 @@ class Facts:
     def max_position_embeddings(self) -> int:
         return self.text_config.max_position_embeddings
 
+    embedding_scale: float | None = None
+
 
 def test_recipes_are_found_by_name_and_all_load():
     assert {"smollm2-dflash", "qwen3-4b-dflash", "qwen3-8b-dflash"} <= set(shipped_recipes())
