@@ -47,6 +47,7 @@ def test_plain_arithmetic():
     ends = TargetEnds(embedding, head, embedding_scale=2.5, softcap=3.0)
     ids, hidden = torch.tensor([[4, 0], [10, 4]]), 4 * torch.randn(2, 2, 6)
     torch.testing.assert_close(ends.embed(ids), embedding[ids] * 2.5)
+    torch.testing.assert_close(ends.embedding_rows(ids), embedding[ids], rtol=0, atol=0)
     raw = torch.einsum("...h,vh->...v", hidden, head)
     torch.testing.assert_close(ends.project(hidden), 3.0 * torch.tanh(raw / 3.0))
     assert raw.abs().max() > 3.0
