@@ -20,12 +20,17 @@ def test_every_method_is_complete(method: Algorithm) -> None:
     assert method.paper
     section = SECTIONS.validate_python({"algorithm": method.name})
     assert type(section) is method.section
-    # Its architecture is decoded by a method of the same layout and features.
-    draft = tiny_draft(tiny_target(), architecture=method.architecture)
-    decoder = algorithm_for(draft.config)
+    decoder = algorithm(method.architecture)  # decoding finds a method by the architecture alone
     assert decoder.architecture == decoder.name == method.architecture
-    assert decoder.block_layout(draft.config) == method.block_layout(draft.config)
-    assert decoder.capture(draft.config) == method.capture(draft.config)
+
+
+def test_dta_is_dflash_but_for_its_training_blocks() -> None:
+    config = tiny_draft(tiny_target()).config
+    dta, dflash = algorithm("dta"), algorithm("dflash")
+    assert algorithm_for(config) is dflash
+    assert dta.architecture == config.architecture
+    assert dta.block_layout(config) == dflash.block_layout(config)
+    assert dta.capture(config) == dflash.capture(config)
 
 
 def test_an_unknown_method_is_named_with_the_nearest() -> None:
