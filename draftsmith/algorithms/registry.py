@@ -49,6 +49,7 @@ def _check_algorithm(section: Any) -> Any:
 
 
 DraftSectionUnion = Annotated[
-    Annotated[DFlashSection | DominoSection | DSparkSection | DTASection, Field(discriminator="algorithm")], BeforeValidator(_check_algorithm)
+    Annotated[DFlashSection | DominoSection | DSparkSection | DTASection, Field(discriminator="algorithm")],
+    BeforeValidator(_check_algorithm),
 ]
 """The recipe's `draft` section, typed by its `algorithm`."""
