@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.dflash import DFlash, DFlashSection
+from draftsmith.algorithms.dflash2 import DFlash2, DFlash2Section
 from draftsmith.algorithms.domino import Domino, DominoSection
 from draftsmith.algorithms.dspark import DSpark, DSparkSection
 from draftsmith.algorithms.dta import DTA, DTASection
@@ -13,7 +14,7 @@ from draftsmith.drafts.checks import nearest
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
 
-_ALGORITHMS: dict[str, Algorithm] = {method.name: method for method in (DFlash(), Domino(), DSpark(), DTA())}
+_ALGORITHMS: dict[str, Algorithm] = {method.name: method for method in (DFlash(), DFlash2(), Domino(), DSpark(), DTA())}
 
 
 def all_algorithms() -> tuple[Algorithm, ...]:
@@ -49,7 +50,9 @@ def _check_algorithm(section: Any) -> Any:
 
 
 DraftSectionUnion = Annotated[
-    Annotated[DFlashSection | DominoSection | DSparkSection | DTASection, Field(discriminator="algorithm")],
+    Annotated[
+        DFlashSection | DFlash2Section | DominoSection | DSparkSection | DTASection, Field(discriminator="algorithm")
+    ],
     BeforeValidator(_check_algorithm),
 ]
 """The recipe's `draft` section, typed by its `algorithm`."""

@@ -44,6 +44,16 @@ _DSPARK_HEAD = ("markov_rank", "markov_head_type", "enable_confidence_head", "co
 FAMILY = (
     Member("dflash", "DFlashDraftModel"),
     Member(
+        "dflash2",
+        "DFlash2DraftModel",
+        head=("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+        # Published files hold the bare names; a module that keeps the codebooks as embeddings writes the longer ones.
+        other_names=tuple(
+            (f"candidate_selector.{name}.weight", f"candidate_selector.{name}")
+            for name in ("predecessor_codebook", "successor_codebook")
+        ),
+    ),
+    Member(
         "domino",
         "DFlashDraftModel",
         also_known_as=("DominoDraftModel",),

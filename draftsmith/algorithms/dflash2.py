@@ -1,0 +1,206 @@
+"""DFlash 2: DFlash with convolutions around its sublayers, and a selector that picks a path through the candidates of
+the slots, left to right (Inco AI, 2026)."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+import torch
+from pydantic import Field, StrictInt
+from torch import Tensor
+from torch.nn import functional
+
+from draftsmith.algorithms.algorithm import (
+    Algorithm,
+    BlockOutputs,
+    DraftSection,
+    Objective,
+    Options,
+    Proposals,
+    Proposer,
+    Terms,
+    TokenSampler,
+)
+from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.metrics import label_metrics
+from draftsmith.algorithms.weighting import DecayWeighting, Weighting
+from draftsmith.blocks.blocks import Blocks
+from draftsmith.blocks.layout import BlockKind, BlockLayout
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head, DFlash2HeadConfig
+from draftsmith.losses.chunked import chunked_sum
+from draftsmith.targets.ends import TargetEnds
+
+
+class DFlash2ObjectiveOptions(Options):
+    """`draft.objective` of DFlash 2: how labels are weighted, the share of the selector's loss (alpha_s), and how many
+    slots go through the output head at a time (whole blocks, at least one)."""
+
+    weighting: Weighting = DecayWeighting()
+    selector_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    head_chunk: int = Field(default=1024, ge=1)
+
+
+class DFlash2Section(DraftSection):
+    """The recipe's `draft` section for DFlash 2. The sizes of convolutions and selector are those of published drafts
+    unless the recipe, or the checkpoint of `init_from`, says otherwise."""
+
+    algorithm: Literal["dflash2"] = "dflash2"
+    conv_kernel_size: Annotated[StrictInt, Field(ge=1)] = 2
+    conv_group_size: Annotated[StrictInt, Field(ge=1)] = 16
+    selector_rank: Annotated[StrictInt, Field(ge=1)] = 256
+    selector_top_k: Annotated[StrictInt, Field(ge=1)] = 16
+    objective: DFlash2ObjectiveOptions = DFlash2ObjectiveOptions()
+
+
+@dataclass(frozen=True)
+class DFlash2Objective:
+    """sum(w * CE) + alpha_s * sum(w' * CE_selector), over the weighting's own denominator.
+
+    CE is that of the unary logits over the vocabulary, CE_selector that of the selector's scores over the slot's
+    candidates, given the true token before; a label that is not among them takes the place of the weakest. Weights
+    that follow from losses (D-PACE) follow for each sum from its own.
+    """
+
+    layout: BlockLayout
+    options: DFlash2ObjectiveOptions
+
+    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+        """Works through chunks of whole blocks, because a label's weight may depend on its block's other losses."""
+        blocks, options = outputs.blocks, self.options
+        selector = _selector(draft)
+        hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
+        rows = blocks.label_mask.any(-1).flatten().nonzero().squeeze(-1)  # [n], blocks with a label
+        labels, mask, previous = (_rows(t, rows) for t in (blocks.labels, blocks.label_mask, blocks.previous_ids))
+        first_label = _rows(blocks.first_label, rows)
+        block_hidden = _rows(hidden, rows)  # [n, P, H]
+        latent = selector.latent(block_hidden, previous)  # [n, P, rank]
+
+        def compute(part: slice, h: Tensor, v: Tensor, successor: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            counted, gold = mask[part], labels[part][mask[part]]
+            unary = draft.logits(h[counted], ends)  # [m, V]
+            unary_losses = functional.cross_entropy(unary.float(), gold, reduction="none")
+            choice = select(selector, unary, v[counted], gold, successor)
+
+            def weighted(losses: Tensor) -> tuple[Tensor, Tensor]:
+                every = torch.zeros_like(counted, dtype=torch.float32).masked_scatter(counted, losses)  # [n', P]
+                total = (options.weighting.label_weights(every, counted, first_label[part]) * every).sum()
+                return total, total.detach().view(1)
+
+            unary_sum, unary_part = weighted(unary_losses)
+            selector_sum, selector_part = weighted(choice.losses)
+            found = (unary.argmax(-1), choice.predicted, choice.present, unary_part, selector_part)
+            return unary_sum + options.selector_weight * selector_sum, found
+
+        numerator, (unary_ids, predicted, present, unary_sums, selector_sums) = chunked_sum(
+            compute,
+            (block_hidden, latent),
+            (selector.successor_codebook,),
+            chunk=max(1, options.head_chunk // self.layout.num_labels),
+        )
+        denominator = options.weighting.denominator(blocks)
+        labelled = blocks.label_mask.sum((0, 1)).float()
+        before = label_metrics(_spread(unary_ids, blocks), blocks)
+        metrics = {
+            "loss": (numerator.detach(), denominator),
+            "base_loss": (unary_sums.sum(), denominator),
+            "selector_loss": (selector_sums.sum(), denominator),
+            "candidate_recall": (_spread(present.long(), blocks).sum((0, 1)).float(), labelled),
+            **label_metrics(_spread(predicted, blocks), blocks),
+            **{f"base_{name}": pair for name, pair in before.items()},
+        }
+        return Terms(numerator, denominator, metrics)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The selector's choice for m labels: losses [m] float32, differentiable; predicted [m] int64, the best of the
+    candidates; present [m] bool, whether the label is one of them."""
+
+    losses: Tensor
+    predicted: Tensor
+    present: Tensor
+
+
+def select(
+    selector: CandidateSelector, unary: Tensor, latent: Tensor, gold: Tensor, successor: Tensor | None = None
+) -> Choice:
+    """unary [m, V], latent [m, rank] of the true tokens before, gold [m] int64; successor as for `scores`."""
+    candidates = selector.candidates(unary.detach())  # [m, K], likeliest first
+    scores = selector.scores(unary, latent, torch.cat((candidates, gold.unsqueeze(-1)), dim=-1), successor)
+    offered, gold_score = scores[:, :-1], scores[:, -1]
+    present = (candidates == gold.unsqueeze(-1)).any(-1)
+    weakest = torch.where(present, offered[:, -1], gold_score)
+    trained = torch.cat((offered[:, :-1], weakest.unsqueeze(-1)), dim=-1)  # [m, K]
+    return Choice(trained.logsumexp(-1) - gold_score, _best(offered.detach(), candidates), present)
+
+
+def _best(scores: Tensor, ids: Tensor) -> Tensor:
+    """The id of the highest score, ties to the lowest id, as the full vocabulary's argmax would have it."""
+    best = scores == scores.amax(-1, keepdim=True)
+    return torch.where(best, ids, ids.amax(-1, keepdim=True)).amin(-1)
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Blocks [R, N, ...] -> the chosen ones [n, ...]."""
+    return tensor.flatten(0, 1).index_select(0, rows)
+
+
+def _spread(values: Tensor, blocks: Blocks) -> Tensor:
+    """Values of the supervised labels, block after block [m] -> [R, N, P], 0 elsewhere."""
+    return torch.zeros_like(blocks.label_mask, dtype=values.dtype).masked_scatter(blocks.label_mask, values)
+
+
+def _selector(draft: Draft) -> CandidateSelector:
+    return cast(DFlash2Head, draft.head).candidate_selector
+
+
+@dataclass
+class DFlash2Proposer:
+    """A path through the slots' candidates, left to right: each token is the best of the selector's scores given the
+    token before it, or drawn from them. All other tokens have probability 0."""
+
+    draft: Draft
+    ends: TargetEnds
+    layout: BlockLayout
+    num_proposals: int
+
+    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
+        selector = _selector(self.draft)
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        unary = self.draft.logits(slots, self.ends)  # [batch, P, V]
+        candidates = selector.candidates(unary)  # [batch, P, K]
+        token_ids, distributions = [], []
+        ids = anchor_ids
+        for slot in range(self.num_proposals):
+            offered = candidates[:, slot]
+            scores = selector.scores(unary[:, slot], selector.latent(slots[:, slot], ids), offered)
+            everywhere = torch.full_like(unary[:, slot], float("-inf"), dtype=torch.float32)
+            ids, q = sampler(everywhere.scatter(-1, offered, scores), slot)
+            token_ids.append(ids)
+            if q is not None:
+                distributions.append(q)
+        return Proposals(torch.stack(token_ids, dim=1), torch.stack(distributions, dim=1) if distributions else None)
+
+
+class DFlash2(Algorithm):
+    name = "dflash2"
+    architecture = "dflash2"
+    summary = "Masked block with convolutions, and a selector that picks a path through each slot's candidates"
+    paper = "Inco AI, 2026-08"
+    section: ClassVar[type[DraftSection]] = DFlash2Section
+
+    def head_config(self, section: Any) -> dict[str, Any]:
+        return {name: getattr(section, name) for name in DFlash2HeadConfig.model_fields}
+
+    def block_layout(self, config: DraftConfig) -> BlockLayout:
+        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_size)
+
+    def objective(self, config: DraftConfig, section: Any) -> Objective:
+        return DFlash2Objective(self.block_layout(config), section.objective)
+
+    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
+        check_no_decoding_options(self.name, decoding)
+        layout = self.block_layout(draft.config)
+        return DFlash2Proposer(draft, ends, layout, check_num_proposals(num_proposals, layout))

@@ -1,0 +1,73 @@
+"""Grouped dynamic causal convolution inside a block, around a layer's sublayers (DFlash 2).
+
+    out_t = sum_i (base_i + delta_i(x_t)) * x_{t-i},  i = 0 .. K-1
+
+base_i has one weight a channel; delta_i, computed from the slot's own state, one a group of channels. Slots before the
+block's first one count as zero: nothing crosses the block's edge.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from draftsmith.drafts.checks import DraftConfigError
+
+
+def convolve(hidden: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    """hidden [..., B, H], base [K, H], delta [..., B, K, groups] -> [..., B, H] in hidden's dtype.
+
+    The two products are added one after the other: base + delta in bf16 would round a small delta away.
+    """
+    taps, groups = delta.shape[-2:]
+    width = hidden.shape[-1] // groups
+    slots = hidden.unflatten(-1, (groups, width))  # [..., B, groups, width]
+    weights = base.to(hidden.dtype).unflatten(-1, (groups, width))  # [K, groups, width]
+    delta = delta.to(hidden.dtype).unsqueeze(-1)  # [..., B, K, groups, 1]
+    mixed = torch.zeros_like(slots)
+    for tap in range(taps):
+        earlier = _delayed(slots, tap)
+        mixed = mixed + weights[tap] * earlier + delta[..., tap, :, :] * earlier
+    return mixed.flatten(-2)
+
+
+def _delayed(slots: Tensor, steps: int) -> Tensor:
+    """Slot t holds what slot t - steps held, zeros before the first: [..., B, groups, width]."""
+    if steps == 0:
+        return slots
+    kept = slots[..., : max(slots.shape[-3] - steps, 0), :, :]
+    return functional.pad(kept, (0, 0, 0, 0, slots.shape[-3] - kept.shape[-3], 0))
+
+
+class BlockConvolution(nn.Module):
+    """The two convolutions around one sublayer, a `SublayerWrapper`: `before` on its input, `after` on its output.
+
+    Both sets of deltas come from the sublayer's layer-normed input. Parameters, named as in files: `base_kernel`
+    [2, K, H] (before, after) and `kernel_projection` H -> 2*K*groups. Fresh ones change nothing.
+    """
+
+    def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:
+        """Raises `DraftConfigError` unless the groups divide the hidden size."""
+        super().__init__()
+        if hidden_size % group_size:
+            raise DraftConfigError(
+                f"conv_group_size is {group_size}; allowed: a divisor of hidden_size, which is {hidden_size}"
+            )
+        self.kernel_size = kernel_size
+        self.groups = hidden_size // group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, kernel_size, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * kernel_size * self.groups, bias=False)
+
+    def reset_parameters(self) -> None:
+        """The identity: every slot keeps its own state and takes nothing from earlier ones."""
+        nn.init.zeros_(self.base_kernel)
+        nn.init.ones_(self.base_kernel[:, 0])
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [R, N, B, H] -> (the sublayer's input [R, N, B, H], the deltas of `after` [R, N, B, K, groups])."""
+        deltas = self.kernel_projection(hidden).unflatten(-1, (2, self.kernel_size, self.groups))
+        return convolve(hidden, self.base_kernel[0], deltas[..., 0, :, :]), deltas[..., 1, :, :]
+
+    def after(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """The sublayer's output [R, N, B, H] and what `before` kept -> [R, N, B, H]."""
+        return convolve(hidden, self.base_kernel[1], state)
