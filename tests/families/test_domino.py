@@ -1,0 +1,153 @@
+"""Domino from capture to decoding: it learns the counting language, and its output is the target's own."""
+
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from draftsmith.decoding.engine import Engine
+from draftsmith.decoding.generate import generate
+from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.request import Generation, Request
+from draftsmith.decoding.sampling import SamplingOptions, distribution
+from draftsmith.drafts.draft import Draft
+from draftsmith.targets.target import Target
+from tests.families.counting import assert_commits_maximum, train_counting
+from tests.tiny import tiny_target
+from tests.tiny_draft import tiny_draft
+
+LAYOUTS = [(True, 0), (True, 1), (True, 2), (False, 0), (False, 1), (False, 2)]
+"""(shift_label, pure_draft_prefix_len)"""
+
+
+def domino_draft(target: Target, shift: bool, prefix: int, **options: Any) -> Draft:
+    head = {"gru_hidden_dim": 11, "emb_dim": 6, "shift_label": shift, "pure_draft_prefix_len": prefix}
+    return tiny_draft(target, **({"architecture": "domino", "head": head, "block_size": 5} | options))
+
+
+# --- the counting language --------------------------------------------------------------------------------------------
+
+
+def reshaped(draft: Draft, **head: Any) -> Draft:
+    """The same weights under another configuration of the head."""
+    other = Draft.from_config(draft.config.replace(head={**draft.config.head, **head}))
+    other.load_state_dict(draft.state_dict())
+    return other.eval()
+
+
+@pytest.mark.parametrize(("shift", "prefix"), LAYOUTS)
+def test_the_counting_language_commits_the_maximum(shift: bool, prefix: int) -> None:
+    section = {
+        "algorithm": "domino",
+        "gru_hidden_dim": 16,
+        "emb_dim": 8,
+        "shift_label": shift,
+        "pure_draft_prefix_len": prefix,
+    }
+    target, draft = train_counting(section)
+    assert draft.config.head == {name: value for name, value in section.items() if name != "algorithm"}
+    assert_commits_maximum(target, draft)
+    assert_commits_maximum(target, draft, num_proposals=3)
+    # Mutated: decoded with the other convention, every verify commits less.
+    wrong = generate(target, reshaped(draft, shift_label=not shift), [[3, 4, 5, 6]], max_new_tokens=13)
+    assert max(wrong[0].accept_lengths) < 5
+
+
+# --- losslessness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shift", "prefix"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_greedy_equals_plain_decoding(kind: str, shift: bool, prefix: int) -> None:
+    target = tiny_target(kind)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(97, (n,), generator=generator).tolist() for n in (5, 1, 19, 8)]
+    plain = generate(target, None, prompts, max_new_tokens=17)
+    draft = domino_draft(target, shift, prefix, input_embedding_scale=2.0 if kind == "gemma3" else 1.0)
+    for num_proposals in (None, 2):
+        drafted = generate(
+            target, draft, prompts, max_new_tokens=17, options=EngineOptions(num_proposals=num_proposals)
+        )
+        assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    alone = generate(target, draft, prompts[2:3], max_new_tokens=17, options=EngineOptions(num_proposals=2))
+    assert alone == drafted[2:3]
+
+
+def test_greedy_equals_plain_decoding_when_the_draft_is_often_right() -> None:
+    """Three tokens of vocabulary: a random draft is right every third time."""
+    target = tiny_target("qwen3", vocab_size=3, seed=5)
+    prompts = [[0, 2, 1], [1], [2, 2, 0, 1, 1, 0]]
+    plain = generate(target, None, prompts, max_new_tokens=50)
+    lengths: set[int] = set()
+    for seed, (shift, prefix) in enumerate(LAYOUTS):
+        drafted = generate(target, domino_draft(target, shift, prefix, seed=seed), prompts, max_new_tokens=50)
+        assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+        lengths.update(length for result in drafted for length in result.accept_lengths)
+    assert {1, 2, 3} <= lengths
+
+
+SMALL, ROWS, PROMPT = 6, 6_000, (2, 5, 0)
+
+
+@cache
+def small_target() -> Target:
+    return tiny_target("qwen3", vocab_size=SMALL, num_layers=2, seed=11)
+
+
+def triples(sampling: SamplingOptions) -> Tensor:
+    """The probability of every triple of first tokens, by enumeration with the model's own forward: [6 * 6 * 6]."""
+    pairs = torch.tensor(list(itertools.product(range(SMALL), repeat=2)))
+    texts = torch.cat((torch.tensor(PROMPT).expand(len(pairs), -1), pairs), dim=1)
+    with torch.no_grad():
+        p = distribution(small_target().model(texts).logits[:, len(PROMPT) - 1 :], sampling).double()
+    rows = torch.arange(len(pairs))
+    return ((p[rows, 0, pairs[:, 0]] * p[rows, 1, pairs[:, 1]])[:, None] * p[:, 2]).flatten()
+
+
+def p_value(results: list[Generation], sampling: SamplingOptions) -> float:
+    """Chi-square of the first three tokens; triples expected fewer than 5 times count as one cell."""
+    first = torch.tensor([result.token_ids[:3] for result in results])
+    found = torch.bincount(first @ torch.tensor([SMALL * SMALL, SMALL, 1]), minlength=SMALL**3).double()
+    expected = triples(sampling) * len(results)
+    assert (found[expected == 0] == 0).all()
+    rare = expected < 5
+    found = torch.cat((found[~rare], found[rare].sum()[None]))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    kept = expected > 0
+    return float(stats.chisquare(found[kept].numpy(), expected[kept].numpy(), sum_check=False).pvalue)
+
+
+def sampled(shift: bool, prefix: int, sampling: SamplingOptions, *, wrong_q: bool = False) -> list[Generation]:
+    draft = domino_draft(small_target(), shift, prefix, block_size=3, seed=2)
+    engine = Engine(small_target(), draft)
+    if wrong_q:
+        engine.proposer = Forgetful(engine.proposer)
+    return engine.decode(Request.of([PROMPT] * ROWS, max_new_tokens=4, sampling=sampling, seed=1))
+
+
+class Forgetful:
+    """Mutated: claims that its tokens were drawn from a uniform distribution."""
+
+    def __init__(self, proposer: Any) -> None:
+        self.proposer, self.num_proposals = proposer, proposer.num_proposals
+
+    def propose(self, *arguments: Any) -> Any:
+        proposals = self.proposer.propose(*arguments)
+        return type(proposals)(proposals.token_ids, torch.full_like(proposals.q, 1 / SMALL))
+
+
+@pytest.mark.parametrize("sampling", [SamplingOptions(1.0), SamplingOptions(0.7, top_p=0.8, top_k=4)])
+@pytest.mark.parametrize(("shift", "prefix"), [(True, 1), (False, 0)])
+def test_sampled_output_has_the_targets_distribution(shift: bool, prefix: int, sampling: SamplingOptions) -> None:
+    results = sampled(shift, prefix, sampling)
+    assert p_value(results, sampling) > 1e-3
+    assert len({length for result in results for length in result.accept_lengths}) >= 2
+
+
+def test_a_wrong_q_is_caught() -> None:
+    sampling = SamplingOptions(1.0)
+    assert p_value(sampled(True, 1, sampling, wrong_q=True), sampling) < 1e-6
