@@ -1,7 +1,9 @@
 """Domino from capture to decoding: it learns the counting language, and its output is the target's own."""
 
 import itertools
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingOptions, distribution
 from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
+from draftsmith.training.warm_start import read_warm_start
 from tests.families.counting import assert_commits_maximum, train_counting
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
@@ -55,6 +59,23 @@ def test_the_counting_language_commits_the_maximum(shift: bool, prefix: int) -> 
     # Mutated: decoded with the other convention, every verify commits less.
     wrong = generate(target, reshaped(draft, shift_label=not shift), [[3, 4, 5, 6]], max_new_tokens=13)
     assert max(wrong[0].accept_lengths) < 5
+
+
+def test_a_plain_draft_starts_a_domino_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The backbone is the checkpoint's, the head is new, and a warning says so; half a head is an error."""
+    target = tiny_target()
+    plain, wanted = tiny_draft(target, block_size=5), domino_draft(target, True, 1, seed=4)
+    plain.save(tmp_path / "plain")
+    fresh = {name: tensor.clone() for name, tensor in wanted.state_dict().items()}
+    read_warm_start(str(tmp_path / "plain")).load_into(wanted)
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(tensor, fresh[name] if name.startswith("head.") else plain.state_dict()[name])
+    assert "prefix_gru" in caplog.text
+    assert "embed_proj" in caplog.text
+    warm = read_warm_start(str(tmp_path / "plain"))
+    half = replace(warm, tensors={**warm.tensors, "embed_proj.0.weight": fresh["head.embed_proj.0.weight"]})
+    with pytest.raises(DraftsmithError, match="prefix_gru.weight_hh_l0: not in the checkpoint"):
+        half.load_into(wanted)
 
 
 # --- losslessness -----------------------------------------------------------------------------------------------------

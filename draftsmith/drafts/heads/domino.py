@@ -73,7 +73,7 @@ class DominoHead(nn.Module):
     def read(self, state: Tensor, embeddings: Tensor) -> Tensor:
         """One more token: state [batch, G], embeddings [batch, H] -> [batch, G]."""
         gru = self.prefix_gru
-        return torch.gru_cell(embeddings, state, gru.weight_ih_l0, gru.weight_hh_l0)
+        return torch.gru_cell(embeddings, state, cast(Tensor, gru.weight_ih_l0), cast(Tensor, gru.weight_hh_l0))
 
     def latent(self, hidden: Tensor, state: Tensor) -> Tensor:
         """SiLU(W1 [h; s]): hidden [..., H], state [..., G] -> [..., E]."""
