@@ -29,10 +29,10 @@ class TargetFacts(Protocol):
 def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftConfig | None = None) -> DraftConfig:
     """The draft that `section` describes, for `target`.
 
-    What the section leaves out comes from `checkpoint`, the configuration of the draft at `section.init_from`; without
-    one, attention heads, MLP width, rope, norm epsilon and positions are the target's, layers are all full attention,
-    and as many target layers are tapped, evenly spread, as the draft has layers. What no default can know
-    (`mask_token_id`, `block_size`, `num_hidden_layers`) is an error when missing.
+    What the section leaves out comes from `checkpoint`, the configuration of the draft at `section.init_from`
+    (`copied_fields` says what that is); without one, attention heads, MLP width, rope, norm epsilon and positions are
+    the target's, layers are all full attention, and as many target layers are tapped, evenly spread, as the draft has
+    layers. What no default can know (`mask_token_id`, `block_size`, `num_hidden_layers`) is an error when missing.
     """
     method = algorithm(section.algorithm)
     if section.init_from is not None and checkpoint is None:
@@ -44,13 +44,31 @@ def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftCo
     check_tap_ids(fields["target_layer_ids"], target.num_layers)
     fixed = {
         "architecture": method.architecture,
-        "head": _head(method.head_config(section), section, method.architecture, checkpoint),
+        "head": method.head_config(section) | _copied_head(section, method.architecture, checkpoint),
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_target_layers": target.num_layers,
-        "dtype": section.dtype,
+        "dtype": section.dtype if checkpoint is None or _says_dtype(section) else checkpoint.dtype,
     }
     return DraftConfig(**(fields | wanted | fixed))
+
+
+def copied_fields(section: DraftSection, checkpoint: DraftConfig) -> dict[str, Any]:
+    """What `draft_config` takes from a checkpoint because the section does not say it: field -> value.
+
+    The head's own fields are named `head.NAME`; fields that are None in the checkpoint as well are left out.
+    """
+    copied = {name: getattr(checkpoint, name) for name in _PLAIN_FIELDS if getattr(section, name) is None}
+    if section.target_layer_ids is None and section.num_taps is None:
+        copied["target_layer_ids"] = checkpoint.target_layer_ids
+    if section.rope_theta is None:
+        copied["rope"] = checkpoint.rope.as_parameters()
+    if not _says_dtype(section):
+        copied["dtype"] = checkpoint.dtype
+    copied |= {name: getattr(checkpoint, name) for name in _ONLY_IN_CHECKPOINTS}
+    head = _copied_head(section, algorithm(section.algorithm).architecture, checkpoint)
+    copied |= {f"head.{name}": value for name, value in head.items()}
+    return {name: value for name, value in copied.items() if value is not None}
 
 
 # Section fields that are copied as they are into the configuration field of the same name.
@@ -68,6 +86,15 @@ _PLAIN_FIELDS = (
     "layer_types",
     "sliding_window",
     "causal",
+)
+
+# Fields that recipes do not have: a fresh draft takes the target's or the usual value, a warm start the checkpoint's.
+_ONLY_IN_CHECKPOINTS = (
+    "attention_sinks",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "initializer_range",
 )
 
 _REQUIRED = {
@@ -106,17 +133,23 @@ def _from_checkpoint(section: DraftSection, checkpoint: DraftConfig) -> dict[str
     fields = checkpoint.model_dump()
     fields["rope"] = _rope(section) or checkpoint.rope
     fields["target_layer_ids"] = _tap_ids(section, checkpoint.num_target_layers) or checkpoint.target_layer_ids
+    if section.num_hidden_layers is not None and section.num_hidden_layers > 0:
+        # Another number of layers cannot fit, which the comparison of tensors says, naming every one: let it get there.
+        kinds = checkpoint.layer_types
+        fields["layer_types"] = tuple(kinds[min(i, len(kinds) - 1)] for i in range(section.num_hidden_layers))
     return fields
 
 
-def _head(
-    fields: dict[str, Any], section: DraftSection, architecture: str, checkpoint: DraftConfig | None
-) -> dict[str, Any]:
-    """The head's fields; what the recipe does not say itself is as in a checkpoint of the same architecture."""
+def _copied_head(section: DraftSection, architecture: str, checkpoint: DraftConfig | None) -> dict[str, Any]:
+    """The head's fields that a checkpoint of the same architecture says and the recipe does not."""
     if checkpoint is None or checkpoint.architecture != architecture:
-        return fields
+        return {}
     said = {name for name in section.model_fields_set if getattr(section, name) is not None}
-    return fields | {name: value for name, value in checkpoint.head.items() if name not in said}
+    return {name: value for name, value in checkpoint.head.items() if name not in said}
+
+
+def _says_dtype(section: DraftSection) -> bool:
+    return "dtype" in section.model_fields_set
 
 
 def _tap_ids(section: DraftSection, num_target_layers: int) -> tuple[int, ...] | None:

@@ -11,10 +11,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration
 
 from draftsmith.algorithms.algorithm import DraftSection
-from draftsmith.algorithms.build import TargetFacts, draft_config
+from draftsmith.algorithms.build import TargetFacts
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.masks import AttentionBackend
-from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.check import check_store
@@ -23,15 +22,15 @@ from draftsmith.features.reader import Store
 from draftsmith.progress import Progress, SilentProgress
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.training.batches import BlockSampler, StepPlan, TrainingBatches, check_rows_per_step
-from draftsmith.training.checkpoint import Checkpoint, RunCheckpoints
+from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.evaluation import Evaluation, split_documents
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loop import EvaluateGenerate, Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
-from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, RunRecord, read_record
+from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, RunRecord
+from draftsmith.training.start import find_start
 from draftsmith.training.sums import Averages
 from draftsmith.training.tracking import RunLog, new_tracker_ids, wanted_trackers
-from draftsmith.training.warm_start import WarmStart, read_warm_start
 
 _log = logging.getLogger(__name__)
 
@@ -78,15 +77,17 @@ def train(
     """
     run_dir, track = Path(run_dir), track or TrackOptions()
     section = draft_section.model_dump(mode="json")
-    latest, record = _existing(run_dir, resume)
     store_index = store.manifest.index.sha256
-    warm: WarmStart | None = None
+    start = find_start(draft_section, target, run_dir, resume=resume)
+    config, latest, record, warm = start.config, start.latest, start.record, start.warm
+    if resume and latest is None:
+        _log.warning("%s holds no whole checkpoint to resume from; the run starts from the beginning", run_dir)
     if record is not None:
         record.check_resume(section, options.model_dump(mode="json"), store_index)
-        config = DraftConfig.parse(record.draft_config)
-    else:
-        warm = read_warm_start(draft_section.init_from) if draft_section.init_from is not None else None
-        config = draft_config(draft_section, target, warm.config if warm else None)
+    if warm is not None:
+        warm.check(config)
+        for line in start.lines():
+            _log.info("%s", line)
 
     method = algorithm(draft_section.algorithm)
     layout = method.capture(config)
@@ -145,7 +146,7 @@ def train(
 
     torch.manual_seed(options.seed)
     draft = Draft.from_config(config)
-    if warm is not None and latest is None:
+    if warm is not None:
         warm.load_into(draft)
     draft_loss = DraftLoss(
         draft.to(device, torch.float32),
@@ -205,22 +206,6 @@ def train(
         evaluation=loop.position.evaluation,
         best_step=best.position.step if best else None,
     )
-
-
-def _existing(run_dir: Path, resume: bool) -> tuple[Checkpoint | None, RunRecord | None]:
-    """The checkpoint to go on from, and the record of its run; (None, None) for a run that starts from the
-    beginning."""
-    latest = RunCheckpoints(run_dir / CHECKPOINTS).latest()
-    if latest is None:
-        if resume:
-            _log.warning("%s holds no whole checkpoint to resume from; the run starts from the beginning", run_dir)
-        return None, None
-    if not resume:
-        raise DraftsmithError(
-            f"{run_dir} holds a run that has reached step {latest.position.step}; resume it (--resume), or take "
-            "another directory"
-        )
-    return latest, read_record(run_dir)
 
 
 def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> tuple[Accelerator, torch.device]:

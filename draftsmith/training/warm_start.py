@@ -1,91 +1,185 @@
 """Starting a run from an exported draft (`draft.init_from`)."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.drafts.backbone import WRAPPED_SUBLAYERS
+from draftsmith.drafts.checks import DraftConfigError
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, file_name
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import read_directory
+from draftsmith.layouts import LayoutError, read_directory
 
 _log = logging.getLogger(__name__)
 
+# Fields whose values may differ without a tensor that does not fit, and what that does to the loaded weights.
 _DEGRADES = {
     "mask_token_id": "masked slots read an embedding that the checkpoint was never trained on",
     "target_layer_ids": "the context projection meets the states of other layers than it was trained on",
+    "num_target_layers": "the checkpoint was trained on the states of another target",
+    "vocab_size": "the checkpoint was trained on the tokens of another target",
+    "rope": "keys and queries are rotated otherwise than the checkpoint was trained with",
+    "layer_types": "layers see another part of the context than they were trained on",
+    "sliding_window": "sliding layers see another part of the context than they were trained on",
+    "causal": "slots see other slots of their block than they were trained on",
+    "rms_norm_eps": "norms are computed otherwise than the checkpoint was trained with",
+    "head": "the head is used otherwise than it was trained",
 }
+# Fields that say how a draft is used, not what its weights have learnt.
+_FREE = ("block_size", "max_position_embeddings", "dtype")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a checkpoint's tensors meet a draft's, by canonical (z-lab) name: those that are loaded, those that start
+    fresh, and one line for each that does not fit (name, found, wanted)."""
+
+    loaded: tuple[str, ...]
+    fresh: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def fresh_modules(self) -> tuple[str, ...]:
+        """The modules that start fresh."""
+        return tuple(sorted({name.rpartition(".")[0] or name for name in self.fresh}))
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The draft at `source`: its configuration, and its tensors by canonical (z-lab) name."""
+    """The draft at `source`: its configuration, its tensors by canonical (z-lab) name, the layout it was read as, and
+    what reading it had to say."""
 
     source: str
+    layout: str
     config: DraftConfig
     tensors: dict[str, Tensor]
+    remarks: tuple[str, ...] = ()
+
+    def fit(self, config: DraftConfig) -> Fit:
+        """Compares with the draft of this configuration, which is not allocated."""
+        with torch.device("meta"):
+            return self._fit(config, Draft(config).state_dict())
+
+    def differences(self, config: DraftConfig) -> dict[str, tuple[Any, Any]]:
+        """The configuration's fields that differ: name -> (the checkpoint's value, this configuration's).
+
+        The head's fields are compared where both have the same kind of head; a head that only one of them has shows in
+        the tensors.
+        """
+        return {
+            name: (found, wanted)
+            for name in (*_DEGRADES, *_FREE)
+            if (found := getattr(self.config, name)) != (wanted := getattr(config, name))
+            and (name != "head" or self.config.architecture == config.architecture)
+        }
+
+    def warnings(self, config: DraftConfig, fit: Fit) -> list[str]:
+        """What is allowed and should be known: remarks on the files, differences that the weights were not trained for,
+        and modules that start fresh."""
+        lines = [f"{self.source}: {remark}" for remark in self.remarks]
+        lines += [
+            f"{self.source}: {name} is {shown(found)}, this run has {shown(wanted)}; {_DEGRADES[name]}"
+            for name, (found, wanted) in self.differences(config).items()
+            if name not in _FREE
+        ]
+        if modules := fit.fresh_modules:
+            lines.append(f"{self.source} lacks {', '.join(modules)}; they start with fresh weights")
+        return lines
+
+    def check(self, config: DraftConfig) -> Fit:
+        """The fit; raises `DraftsmithError` listing every tensor that does not fit the draft of this configuration."""
+        fit = self.fit(config)
+        self._refuse(fit)
+        return fit
 
     def load_into(self, draft: Draft) -> None:
         """Copy the tensors into `draft`.
 
-        Every tensor must fit, with one exception: a part of the architecture (a head, convolutions) that the checkpoint
-        lacks altogether keeps its fresh weights, with a warning that names its modules. `mask_token_id` or
-        `target_layer_ids` other than the checkpoint's are a warning. Raises `DraftsmithError` listing every mismatch.
+        Every tensor must fit, with one exception: a head (or the convolutions) that the checkpoint lacks altogether
+        keeps its fresh weights. Logs `warnings`. Raises `DraftsmithError` listing every mismatch.
         """
-        wanted = {file_name(name): (name, tensor) for name, tensor in draft.state_dict().items()}
-        added = {canonical for canonical, (name, _) in wanted.items() if _is_added(name)}
-        fresh = added if not added & self.tensors.keys() else set()
-        faults = [
-            f"{name}: not in the checkpoint, wanted {list(wanted[name][1].shape)}"
-            for name in wanted
-            if name not in self.tensors and name not in fresh
-        ]
-        faults += [
-            f"{name}: found {list(tensor.shape)}, "
-            + (f"wanted {list(wanted[name][1].shape)}" if name in wanted else "not part of the configured draft")
-            for name, tensor in self.tensors.items()
-            if name not in wanted or tensor.shape != wanted[name][1].shape
-        ]
-        if faults:
-            raise DraftsmithError(
-                f"draft.init_from {self.source} does not fit the configured draft:\n" + "\n".join(sorted(faults))
-            )
-        self._warn(draft.config, fresh)
+        state = draft.state_dict()
+        fit = self._fit(draft.config, state)
+        self._refuse(fit)
+        for line in self.warnings(draft.config, fit):
+            _log.warning("%s", line)
+        parameters = {file_name(name): parameter for name, parameter in state.items()}
         with torch.no_grad():
-            for canonical, (_, parameter) in wanted.items():
-                if canonical not in fresh:
-                    parameter.copy_(self.tensors[canonical])
+            for name in fit.loaded:
+                parameters[name].copy_(self.tensors[name])
 
-    def _warn(self, config: DraftConfig, fresh: set[str]) -> None:
-        for field, consequence in _DEGRADES.items():
-            found, wanted = getattr(self.config, field), getattr(config, field)
-            if found != wanted:
-                _log.warning("%s: %s is %s, this run has %s; %s", self.source, field, found, wanted, consequence)
-        if fresh:
-            modules = sorted({name.rsplit(".", 1)[0] for name in fresh})
-            _log.warning("%s lacks %s; they start with fresh weights", self.source, ", ".join(modules))
+    def _fit(self, config: DraftConfig, state: Mapping[str, Tensor]) -> Fit:
+        wanted = {file_name(name): (name, tensor) for name, tensor in state.items()}
+        added = {canonical for canonical, (name, _) in wanted.items() if _is_added(name)}
+        partial = bool(added & self.tensors.keys())
+        fresh = set() if partial else added
+        faults = []
+        for name, (_, parameter) in wanted.items():
+            if name not in self.tensors and name not in fresh:
+                where = "the checkpoint, which has other parts of this head" if name in added else "the checkpoint"
+                faults.append(f"{name}: not in {where}, wanted {list(parameter.shape)}")
+        for name, tensor in self.tensors.items():
+            if name not in wanted:
+                faults.append(f"{name}: found {list(tensor.shape)}, not part of the configured draft")
+            elif tensor.shape != wanted[name][1].shape:
+                faults.append(f"{name}: found {list(tensor.shape)}, wanted {list(wanted[name][1].shape)}")
+            elif not tensor.is_floating_point():
+                faults.append(f"{name}: found {tensor.dtype}, wanted floating-point numbers")
+            elif not torch.isfinite(tensor).all():
+                faults.append(f"{name}: found NaN or Inf, wanted finite numbers")
+        faults.sort()
+        if self.config.hidden_size != config.hidden_size:
+            faults.insert(0, f"hidden_size: found {self.config.hidden_size}, wanted the target's {config.hidden_size}")
+        loaded = tuple(name for name in wanted if name in self.tensors)
+        return Fit(loaded, tuple(name for name in wanted if name in fresh), tuple(faults))
+
+    def _refuse(self, fit: Fit) -> None:
+        if fit.faults:
+            raise DraftsmithError(
+                f"draft.init_from {self.source} does not fit the configured draft; change the recipe's sizes, or leave "
+                "them out to take the checkpoint's:\n" + "\n".join(f"  {fault}" for fault in fit.faults)
+            )
 
 
 def read_warm_start(directory: str) -> WarmStart:
-    """Read an exported draft of any readable layout. Raises `DraftsmithError` naming the path where there is none."""
+    """Read an exported draft of any readable layout.
+
+    Raises `DraftsmithError` naming the path where there is no directory or no weights, and for files that are damaged
+    or contradict themselves.
+    """
     path = Path(directory)
     if not path.is_dir():
         raise DraftsmithError(
             f"draft.init_from: there is no directory {path}; it takes one with a draft's config.json and weights"
         )
-    found = read_directory(path, strict=True)
-    for note in found.notes:
-        _log.warning("%s: %s", path, note)
+    try:
+        found = read_directory(path, strict=True)
+    except LayoutError as error:  # names the path
+        raise DraftsmithError(f"draft.init_from: {error}") from error
+    try:
+        config = DraftConfig.parse(found.config)
+    except DraftConfigError as error:
+        raise DraftsmithError(f"draft.init_from: {path}: {error}") from error
+    remarks = [*found.notes]
     if found.ignored:
-        _log.warning("%s: drafts have no %s; not loaded", path, ", ".join(found.ignored))
-    return WarmStart(directory, DraftConfig.parse(found.config), found.tensors)
+        remarks.append(f"drafts have no {', '.join(found.ignored)}; not loaded")
+    return WarmStart(directory, found.layout, config, found.tensors, tuple(remarks))
 
 
 def _is_added(name: str) -> bool:
     """Whether a parameter (by its name in the draft) belongs to what a plain draft does not have."""
     parts = name.split(".")
     return parts[0] == "head" or any(part in WRAPPED_SUBLAYERS for part in parts)
+
+
+def shown(value: Any) -> str:
+    """A field's value as users write it."""
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value.as_parameters()) if hasattr(value, "as_parameters") else str(value)
