@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.config import DraftConfig
@@ -167,6 +168,12 @@ class Algorithm(ABC):
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are
         the method's own decoding options by name; one that it does not have is an error."""
+
+    def serving(self, config: DraftConfig) -> Serving:
+        """How SGLang and vLLM run this draft; as they run DFlash, unless a method says otherwise."""
+        layout = self.block_layout(config)
+        proposals = layout.max_proposals
+        return Serving(Served("DFLASH", layout.verify_width(proposals)), Served("dflash", proposals))
 
     def visible_slots(self, section: Any, block_size: int) -> "Callable[[np.random.Generator, int], np.ndarray] | None":
         """How many leading slots of each training block carry their real tokens: None, just the anchor; otherwise a
