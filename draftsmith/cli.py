@@ -92,16 +92,22 @@ def train(
     overrides: OverridesArgument = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
     fresh: FreshOption = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be loaded, fresh and different, and do nothing.")
+    ] = False,
 ) -> None:
     """Trains a draft on a feature store.
 
     Reads `RUN/features`; writes checkpoints, `metrics.jsonl` and TensorBoard files below `RUN/train`. Ctrl-C finishes
-    the running step, saves and stops; `--resume` goes on from there.
+    the running step, saves and stops; `--resume` goes on from there. `--dry-run` needs neither features nor a GPU.
 
     Example: `draftsmith train my.yaml train.lr=3e-4 train.epochs=2`
     """
     with _workspace(recipe, overrides) as workspace:
-        workspace.train(resume=resume, fresh=fresh)
+        if dry_run:
+            workspace.plan_training(resume=resume)
+        else:
+            workspace.train(resume=resume, fresh=fresh)
 
 
 @app.command()

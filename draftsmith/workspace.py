@@ -27,10 +27,12 @@ from draftsmith.progress import Progress
 from draftsmith.recipe import Recipe
 from draftsmith.regenerate import regenerate
 from draftsmith.stamps import Stamps, file_digest
+from draftsmith.targets.description import TargetDescription
 from draftsmith.targets.target import Target
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, find_checkpoint, load_run
 from draftsmith.training.run import train
+from draftsmith.training.start import find_start
 from draftsmith.training.warm_start import read_warm_start
 
 # Where and how fast work is done changes nothing about what comes out, so these are not part of a stage's settings.
@@ -118,8 +120,11 @@ class Workspace:
 
         def work() -> None:
             init_from = recipe.draft.init_from
-            checkpoint = read_warm_start(init_from).config if init_from else None
-            layout = algorithm(recipe.draft.algorithm).capture(draft_config(recipe.draft, self.target, checkpoint))
+            warm = read_warm_start(init_from) if init_from else None
+            config = draft_config(recipe.draft, self.target, warm.config if warm else None)
+            if warm is not None:
+                warm.check(config)  # rather before hours of capture than after them
+            layout = algorithm(recipe.draft.algorithm).capture(config)
             samples, tokenized = tokenize_all(conversations, self.target.tokenizer, recipe.data)
             self.say(_tokenize_line(tokenized))
             origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
@@ -170,6 +175,20 @@ class Workspace:
 
         settings = {"features": file_digest(recipe.features / "manifest.json"), **self._settings("draft", "train")}
         self._perform("train", settings, directory, work, fresh=fresh, keep_changed=resume)
+
+    def plan_training(self, *, resume: bool = False) -> None:
+        """Says what `train` would load, what would be fresh and what differs; changes nothing.
+
+        Reads the target's configuration, the run's checkpoints and `draft.init_from`, no features. Raises
+        `DraftsmithError` where `train` would, after everything has been said.
+        """
+        recipe = self.recipe
+        start = find_start(recipe.draft, TargetDescription.load(recipe.target), recipe.training, resume=resume)
+        for line in start.lines():
+            self.say(f"train: {line}")
+        for line in start.warnings():
+            self.say(f"warning: {line}")
+        start.check(recipe.draft.model_dump(mode="json"), recipe.train.model_dump(mode="json"))
 
     def export(self, out: Path | None = None) -> None:
         """The chosen run checkpoint -> a draft directory."""

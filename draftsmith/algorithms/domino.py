@@ -203,8 +203,8 @@ def _check_whole_vocabulary(draft: Draft, ends: TargetEnds) -> None:
         )
     if ends.vocab_size != draft.config.vocab_size:
         raise DraftsmithError(
-            f"domino corrects the logits of {draft.config.vocab_size} tokens (vocab_size), and the target's output head "
-            f"has {ends.vocab_size}; both must be the same"
+            f"domino corrects the logits of {draft.config.vocab_size} tokens (vocab_size), and the target's output "
+            f"head has {ends.vocab_size}; both must be the same"
         )
     if ends.head_weight.device != draft.device:
         raise DraftsmithError(

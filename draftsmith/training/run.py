@@ -28,6 +28,7 @@ from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loop import EvaluateGenerate, Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, RunRecord
+from draftsmith.training.source import FeatureSource, StoreSource
 from draftsmith.training.start import find_start
 from draftsmith.training.sums import Averages
 from draftsmith.training.tracking import RunLog, new_tracker_ids, wanted_trackers
@@ -54,7 +55,7 @@ def train(
     draft_section: DraftSection,
     target: TargetFacts,
     ends: TargetEnds,
-    store: Store,
+    store: Store | FeatureSource,
     run_dir: Path | str,
     options: TrainOptions,
     track: TrackOptions | None = None,
@@ -64,10 +65,11 @@ def train(
     progress: Progress | None = None,
     evaluate_generate: EvaluateGenerate | None = None,
 ) -> TrainResult:
-    """Train the draft that `draft_section` describes on the features in `store`; every result goes to `run_dir`.
+    """Train the draft that `draft_section` describes on the features of `store`; every result goes to `run_dir`.
 
-    target: what the draft's configuration needs to know of the target; ends: its embedding and output head (moved to
-    the training device). target_identity and tokenizer_identity are compared with the store's; None is not compared.
+    store: a feature store, or a source of features that are made as they are asked for. target: what the draft's
+    configuration needs to know of the target; ends: its embedding and output head (moved to the training device).
+    target_identity and tokenizer_identity are compared with the store's; None is not compared.
     resume: go on from the latest whole checkpoint in `run_dir` (from the beginning where there is none); the run's
     own draft configuration then holds, and `init_from` is not read. evaluate_generate: see `EvaluateGenerate`.
 
@@ -77,37 +79,35 @@ def train(
     """
     run_dir, track = Path(run_dir), track or TrackOptions()
     section = draft_section.model_dump(mode="json")
-    store_index = store.manifest.index.sha256
     start = find_start(draft_section, target, run_dir, resume=resume)
     config, latest, record, warm = start.config, start.latest, start.record, start.warm
     if resume and latest is None:
         _log.warning("%s holds no whole checkpoint to resume from; the run starts from the beginning", run_dir)
-    if record is not None:
-        record.check_resume(section, options.model_dump(mode="json"), store_index)
-    if warm is not None:
-        warm.check(config)
-        for line in start.lines():
-            _log.info("%s", line)
+    fingerprint = store.manifest.index.sha256 if isinstance(store, Store) else store.fingerprint
+    start.check(section, options.model_dump(mode="json"), fingerprint)
+    for line in start.lines():
+        _log.info("%s", line)
 
     method = algorithm(draft_section.algorithm)
     layout = method.capture(config)
-    check_store(store.manifest, layout, target_identity, tokenizer_identity)
-    store = Store.open(store.directory, tuple(layout.widths))
+    header = store.manifest if isinstance(store, Store) else store.header
+    check_store(header, layout, target_identity, tokenizer_identity)
+    source = StoreSource(store, tuple(layout.widths)) if isinstance(store, Store) else store
 
     accelerator, device = _accelerator(options, track, run_dir)
     ranks, rank = accelerator.num_processes, accelerator.process_index
     check_rows_per_step(options.rows_per_step, options.rows_per_forward, ranks)
     autocast = torch.bfloat16 if _resolved_precision(options, device) == "bf16" else None
 
-    training, held_out = split_documents(store.sample_ids, options.eval_share)
-    if not any(store.supervised[i] for i in training):
+    training, held_out = split_documents(source.sample_ids, options.eval_share)
+    if not any(source.supervised[i] for i in training):
         raise DraftsmithError(
-            f"{store.directory}: no supervised token in {len(training)} training documents, so there is nothing "
+            f"{source.place}: no supervised token in {len(training)} training documents, so there is nothing "
             "to learn; look at the loss masks (`draftsmith inspect`)"
         )
     plan = StepPlan(
-        [store.lengths[i] for i in training],
-        [store.sample_ids[i] for i in training],
+        [source.lengths[i] for i in training],
+        [source.sample_ids[i] for i in training],
         tokens_per_row=options.tokens_per_row,
         rows_per_step=options.rows_per_step,
         rows_per_forward=options.rows_per_forward,
@@ -120,7 +120,7 @@ def train(
             "train.max_steps or train.epochs"
         )
     sampler = BlockSampler(
-        store,
+        source,
         method.block_layout(config),
         config.mask_token_id,
         tokens_per_row=options.tokens_per_row,
@@ -129,16 +129,14 @@ def train(
         visible_slots=method.visible_slots(draft_section, config.block_size),
     )
     workers = options.data_workers if options.data_workers is not None else (4 if device.type == "cuda" else 0)
-    batches = TrainingBatches(
-        plan, sampler, training, rank=rank, num_ranks=ranks, workers=workers, pin_memory=device.type == "cuda"
-    )
+    batches = TrainingBatches(plan, sampler, training, rank=rank, num_ranks=ranks, workers=workers, device=device)
     evaluation = None
     if held_out:
         evaluation = Evaluation(
             sampler,
             held_out,
-            [store.lengths[i] for i in held_out],
-            [store.sample_ids[i] for i in held_out],
+            [source.lengths[i] for i in held_out],
+            [source.sample_ids[i] for i in held_out],
             rows_per_forward=options.rows_per_forward,
             rank=rank,
             num_ranks=ranks,
@@ -154,6 +152,8 @@ def train(
         method.objective(config, draft_section),
         attention=_resolved_attention(options, device),
         autocast=autocast,
+        recompute=options.gradient_checkpointing,
+        compile_layers=options.compile,
     )
 
     if record is None:
@@ -161,9 +161,9 @@ def train(
             draft_section=section,
             draft_config=config.to_dict(),
             options=options.model_dump(mode="json"),
-            store=store_index,
-            store_directory=str(store.directory),
-            target=store.manifest.target.model_dump(mode="json"),
+            store=fingerprint,
+            store_directory=source.place,
+            target=source.header.target.model_dump(mode="json"),
             tracker_ids=new_tracker_ids(track),
         )
     accelerator.wait_for_everyone()  # every process has looked at what was there before it changes
@@ -190,6 +190,7 @@ def train(
         device=device,
         checkpoints=checkpoints,
         log=log,
+        lag=_lag(device),
     )
     if latest is not None:
         loop.restore(latest)
@@ -227,6 +228,11 @@ def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> t
     )
     device = accelerator.device if accelerator.num_processes > 1 else torch.device(wanted)
     return accelerator, device
+
+
+def _lag(device: torch.device) -> int:
+    """How many steps the host may be ahead of what it knows; see `Verdicts`."""
+    return 1 if device.type == "cuda" else 0
 
 
 def _resolved_precision(options: TrainOptions, device: torch.device) -> str:

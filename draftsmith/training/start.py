@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +42,14 @@ class Start:
     def warnings(self) -> list[str]:
         """What the run will warn of when it loads the draft it starts from."""
         return [] if self.warm is None else self.warm.warnings(self.config, self.warm.fit(self.config))
+
+    def check(self, section: dict[str, Any], options: dict[str, Any], store: str | None = None) -> None:
+        """Raise `DraftsmithError` where the run could not go on with these settings of the recipe (`draft` and `train`,
+        JSON types) or this store's index (None: not compared), or the draft to start from does not fit."""
+        if self.record is not None:
+            self.record.check_resume(section, options, self.record.store if store is None else store)
+        if self.warm is not None:
+            self.warm.check(self.config)
 
 
 def find_start(section: DraftSection, target: TargetFacts, run_dir: Path, *, resume: bool) -> Start:
