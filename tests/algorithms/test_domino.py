@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from draftsmith.algorithms.algorithm import BlockOutputs, Terms
 from draftsmith.algorithms.domino import DominoObjectiveOptions, DominoProposer, DominoSection
@@ -282,6 +283,19 @@ def test_ties_go_to_the_lowest_id(target: Target) -> None:
     ends.head_weight[[3, 40]] = 50.0 * hidden[0, 2] / hidden[0, 2].norm()
     proposals = METHOD.proposer(draft, ends).propose(hidden, torch.tensor([1, 2]), Recorder())
     assert proposals.token_ids[0, 2] == 3
+
+
+@torch.no_grad()
+def test_a_proposal_never_looks_at_values_on_the_host(target: Target) -> None:
+    """With tensors that have shapes and no values, whatever asks for a value raises."""
+    proposer = METHOD.proposer(make_draft(target), target.ends)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden, anchors = torch.empty(3, 5, target.hidden_size), torch.empty(3, dtype=torch.int64)
+        proposals = proposer.propose(hidden, anchors, Recorder(torch.empty(3, 5, dtype=torch.int64)))
+        with pytest.raises(DataDependentOutputException):
+            proposals.token_ids.tolist()
+    assert proposals.q is not None
+    assert (proposals.token_ids.shape, proposals.q.shape) == ((3, 5), (3, 5, VOCAB))
 
 
 def test_what_the_proposer_refuses(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

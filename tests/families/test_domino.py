@@ -74,7 +74,7 @@ def test_a_plain_draft_starts_a_domino_draft(tmp_path: Path, caplog: pytest.LogC
     assert "embed_proj" in caplog.text
     warm = read_warm_start(str(tmp_path / "plain"))
     half = replace(warm, tensors={**warm.tensors, "embed_proj.0.weight": fresh["head.embed_proj.0.weight"]})
-    with pytest.raises(DraftsmithError, match="prefix_gru.weight_hh_l0: not in the checkpoint"):
+    with pytest.raises(DraftsmithError, match=r"prefix_gru.weight_hh_l0: not in the checkpoint"):
         half.load_into(wanted)
 
 
