@@ -21,7 +21,7 @@ from draftsmith.algorithms.algorithm import (
 )
 from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
 from draftsmith.algorithms.metrics import label_metrics
-from draftsmith.algorithms.serving import NotServed, Served, Serving
+from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
@@ -177,11 +177,7 @@ class Domino(Algorithm):
 
     def serving(self, config: DraftConfig) -> Serving:
         """SGLang verifies block_size tokens whether labels are shifted or not: of shifted ones the last is not used."""
-        head = cast(DominoHeadConfig, config.head_config)
-        sglang: Served | NotServed = Served("DFLASH", config.block_size)
-        if head.pure_draft_prefix_len != 1:
-            sglang = NotServed(f"it needs pure_draft_prefix_len 1, and this draft has {head.pure_draft_prefix_len}")
-        return Serving(sglang, NotServed("it has no Domino head"))
+        return Serving(Served("DFLASH", config.block_size), None)
 
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DominoObjective(self.block_layout(config), section.objective)

@@ -25,7 +25,7 @@ from draftsmith.algorithms.algorithm import (
 )
 from draftsmith.algorithms.checks import check_num_proposals
 from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
-from draftsmith.algorithms.serving import NotServed, Served, Serving
+from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
@@ -264,11 +264,7 @@ class DSpark(Algorithm):
     def serving(self, config: DraftConfig) -> Serving:
         layout = self.block_layout(config)
         proposals = layout.max_proposals
-        vllm: Served | NotServed = Served("dspark", proposals)
-        if config.head["markov_head_type"] != "vanilla":
-            kind = config.head["markov_head_type"]
-            vllm = NotServed(f"it needs markov_head_type 'vanilla', and this draft has {kind!r}")
-        return Serving(Served("DSPARK", layout.verify_width(proposals)), vllm)
+        return Serving(Served("DSPARK", layout.verify_width(proposals)), Served("dspark", proposals))
 
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         options: DSparkObjectiveOptions = section.objective

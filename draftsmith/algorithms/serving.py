@@ -1,27 +1,23 @@
-"""How servers are told to run a method's drafts (flags as of SGLang 0.5.23 and vLLM 0.33.0)."""
+"""How servers are told to run a method's drafts (flags as of SGLang 0.5.23 and vLLM 0.33.0).
+
+Which drafts a server can run at all is `layouts.consumers`' to say.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server runs the draft: `method`, its own name of the way of drafting; `tokens`, the number it asks for (SGLang:
-    the tokens of one verify; vLLM: the proposals)."""
+    """`method`: the server's own name of the way of drafting; `tokens`: the number it asks for (SGLang: the tokens of
+    one verify; vLLM: the proposals)."""
 
     method: str
     tokens: int
 
 
 @dataclass(frozen=True)
-class NotServed:
-    """A server does not run the draft, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Serving:
-    """What SGLang and vLLM make of a draft."""
+    """What to tell SGLang and vLLM; None: the server has no way of drafting for the method."""
 
-    sglang: Served | NotServed
-    vllm: Served | NotServed
+    sglang: Served | None
+    vllm: Served | None
