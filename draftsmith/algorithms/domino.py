@@ -1,4 +1,4 @@
-"""Domino: a masked block whose logits are corrected, left to right, by what the block says so far (arXiv 2605.29707)."""
+"""Domino: a masked block with logits corrected, left to right, by what the block says so far (arXiv 2605.29707)."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
