@@ -12,6 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.config import DraftConfig
@@ -170,6 +171,9 @@ class Backbone(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = Rope(config)
+        self.recompute = False
+        """Whether layers keep no activations for the backward, which then computes them again (gradient
+        checkpointing)."""
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> ContextKeysValues:
         """Per layer, keys and values of the context: features [R, S, T*H], positions [R, S] -> each [R, kv_heads, S,
@@ -185,5 +189,8 @@ class Backbone(nn.Module):
         cosine, sine = self.rope(positions.flatten(1))
         hidden = embeddings
         for layer, layer_context in zip(self.layers, context, strict=True):
-            hidden = layer(hidden, cosine, sine, layer_context, attend)
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, cosine, sine, layer_context, attend, use_reentrant=False)
+            else:
+                hidden = layer(hidden, cosine, sine, layer_context, attend)
         return self.norm(hidden)

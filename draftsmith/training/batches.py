@@ -1,6 +1,7 @@
 """From a store to the micro-batches of every optimiser step, in an order that only the seed and the epoch decide."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -16,7 +17,9 @@ from draftsmith.blocks.layout import BlockLayout
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.batch import PackedBatch
 from draftsmith.features.packing import collate, epoch_rows
-from draftsmith.features.reader import Store
+from draftsmith.training.flops import Work
+from draftsmith.training.read_ahead import read_ahead
+from draftsmith.training.source import FeatureSource
 
 Rows = list[list[int]]
 """Rows of documents, each document by its index in the store."""
@@ -44,11 +47,12 @@ def deal(rows: Rows, rows_per_forward: int, rank: int, num_ranks: int) -> list[F
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward of one process consumes; `tokens` counts its documents' tokens (not the unused tails)."""
+    """What one forward of one process consumes; `work`: how much of it counts, without what only fills the
+    shape."""
 
     packed: PackedBatch
     blocks: Blocks
-    tokens: int
+    work: Work
 
     def to(self, device: torch.device) -> "MicroBatch":
         return replace(self, packed=self.packed.to(device), blocks=self.blocks.to(device))
@@ -62,14 +66,17 @@ class MicroBatch:
             **{name: tensor.pin_memory() for name, tensor in tensors.items()},
         )
         blocks = Blocks(**{name: tensor.pin_memory() for name, tensor in vars(self.blocks).items()})
-        return MicroBatch(packed, blocks, self.tokens)
+        return MicroBatch(packed, blocks, self.work)
 
 
 @dataclass(frozen=True)
 class BlockSampler:
-    """Draws the blocks of packed rows, and so turns records into micro-batches."""
+    """Draws the blocks of packed rows, and so turns records into micro-batches.
 
-    store: Store
+    visible_slots: how much of each block is visible, as for `sample_anchors`.
+    """
+
+    source: FeatureSource
     layout: BlockLayout
     mask_token_id: int
     tokens_per_row: int
@@ -79,7 +86,8 @@ class BlockSampler:
 
     def micro_batch(self, forward: Forward, epoch: int) -> MicroBatch:
         """The documents of `forward`, with anchors drawn for (seed, epoch, document id)."""
-        records = [[self.store[index] for index in row] for row in forward.rows]
+        flat = iter(self.source.records([index for row in forward.rows for index in row]))
+        records = [[next(flat) for _ in row] for row in forward.rows]
         packed = collate(records, self.tokens_per_row)
         if not forward.counted:
             packed = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
@@ -103,7 +111,7 @@ class BlockSampler:
             self.mask_token_id,
         )
         tokens = sum(len(record.input_ids) for row in records for record in row)
-        return MicroBatch(packed, blocks, tokens if forward.counted else 0)
+        return MicroBatch(packed, blocks, Work.of(tokens, packed.positions, blocks) if forward.counted else Work())
 
 
 class StepPlan:
@@ -177,9 +185,10 @@ class Step:
 
 
 class TrainingBatches:
-    """The steps of one process, with micro-batches read ahead by `workers` processes (0: made when they are asked for).
+    """The steps of one process, with micro-batches on `device`.
 
-    documents: the store's index of every document that the plan numbers.
+    They are read ahead by `workers` processes (0: made when they are asked for), or by a thread where the source is
+    live. documents: the source's number of every document that the plan numbers.
     """
 
     def __init__(
@@ -191,31 +200,39 @@ class TrainingBatches:
         rank: int,
         num_ranks: int,
         workers: int,
-        pin_memory: bool,
+        device: torch.device,
     ) -> None:
         self._plan = plan
         self._dataset = _MicroBatches(sampler, documents)
         self._rank = rank
         self._num_ranks = num_ranks
         self._workers = workers
-        self._pin_memory = pin_memory
+        self._device = device
+        self._live = sampler.source.live
 
     def steps(self, epoch: int, step_in_epoch: int, count: int) -> Iterator[Step]:
         """`count` steps, from the given one on."""
         positions = list(islice(self._plan.positions(epoch, step_in_epoch), count))
-        loader = iter(
-            DataLoader(
-                self._dataset,
-                sampler=self._keys(positions),  # any iterable of the dataset's keys will do
-                batch_size=None,
-                num_workers=self._workers,
-                pin_memory=self._pin_memory,
-                generator=torch.Generator(),  # the loader draws a seed; the run's own generator must not move
-            )
+        batches = self._live_batches(positions) if self._live else self._loaded_batches(positions)
+        with closing(batches):
+            for position in positions:
+                number = len(self._plan.forwards(*position, self._rank, self._num_ranks))
+                yield Step(*position, number, islice(batches, number))
+
+    def _loaded_batches(self, positions: list[tuple[int, int]]) -> Generator[MicroBatch, None, None]:
+        loader = DataLoader(
+            self._dataset,
+            sampler=self._keys(positions),  # any iterable of the dataset's keys will do
+            batch_size=None,
+            num_workers=self._workers,
+            pin_memory=self._device.type == "cuda",
+            generator=torch.Generator(),  # the loader draws a seed; the run's own generator must not move
         )
-        for position in positions:
-            number = len(self._plan.forwards(*position, self._rank, self._num_ranks))
-            yield Step(*position, number, islice(loader, number))
+        for batch in loader:
+            yield batch.to(self._device)
+
+    def _live_batches(self, positions: list[tuple[int, int]]) -> Generator[MicroBatch, None, None]:
+        return read_ahead((self._dataset[key] for key in self._keys(positions)), self._device)
 
     def _keys(self, positions: list[tuple[int, int]]) -> Iterator[tuple[int, Forward]]:
         for position in positions:

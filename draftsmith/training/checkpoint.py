@@ -4,17 +4,23 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as sharded_files
+from accelerate import Accelerator
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.training.parallel import raise_together
 from draftsmith.training.sums import Averages
 
 _log = logging.getLogger(__name__)
@@ -22,6 +28,8 @@ _log = logging.getLogger(__name__)
 WEIGHTS = "draft.safetensors"
 STATE = "state.pt"
 POSITION = "position.json"
+SHARDS = "shards"
+_WEIGHT = "weight."  # in front of the names of weights beside the optimiser's, in a sharded checkpoint
 
 
 class Position(BaseModel):
@@ -44,61 +52,142 @@ class Position(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One whole checkpoint on disk."""
+    """One whole checkpoint on disk: written by one process (`draft.safetensors`, `state.pt`) or by several, each its
+    own part (`shards/` in the format of torch.distributed.checkpoint, and `state.pt`)."""
 
     directory: Path
     position: Position
 
+    @property
+    def sharded(self) -> bool:
+        return (self.directory / SHARDS).is_dir()
+
     def weights(self) -> dict[str, Tensor]:
-        """The draft's parameters, float32, by their name in the draft's state dict."""
-        return load_file(self.directory / WEIGHTS)
+        """The draft's parameters, whole, float32, by their name in the draft's state dict."""
+        if not self.sharded:
+            return load_file(self.directory / WEIGHTS)
+        metadata = sharded_files.FileSystemReader(self.directory / SHARDS).read_metadata().state_dict_metadata
+        found: dict[str, Any] = {name: entry for name, entry in metadata.items() if name.startswith(_WEIGHT)}
+        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
+        sharded_files.load(tensors, checkpoint_id=self.directory / SHARDS, no_dist=True)
+        return {name.removeprefix(_WEIGHT): tensor for name, tensor in tensors.items()}
 
     def state(self) -> dict[str, Any]:
-        """Optimiser state, generator states and running sums, as given to `save`."""
+        """Generator states, running sums and (unless sharded) the optimiser's tensors, as given to `save`."""
         state: dict[str, Any] = torch.load(self.directory / STATE, map_location="cpu", weights_only=True)
         return state
+
+    @torch.no_grad()
+    def read_into(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Fill tensors, whole or sharded, by whatever number of processes the checkpoint was written. All processes
+        call it."""
+        if self.sharded:
+            sharded_files.load(_beside(weights, optimizer), checkpoint_id=self.directory / SHARDS)
+            return
+        saved = (self.weights(), self.state()["optimizer"])
+        for targets, values in zip((weights, optimizer), saved, strict=True):
+            for name, target in targets.items():
+                _fill(target, values[name])
+
+
+def _beside(weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {**{_WEIGHT + name: tensor.detach() for name, tensor in weights.items()}, **optimizer}
+
+
+def _fill(target: Tensor, value: Tensor) -> None:
+    if isinstance(target, DTensor):
+        part = distribute_tensor(
+            value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+        ).to_local()
+        target.to_local().copy_(part)
+    else:
+        target.copy_(value)
 
 
 class RunCheckpoints:
     """The checkpoints of one run under `directory`, named by step.
 
     A checkpoint is written under a temporary name, flushed to disk and renamed; older ones are removed only after that.
+    A failure to write (a full disk, say) leaves every earlier one as it was, and is a `DraftsmithError` that says so.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def save(self, position: Position, weights: dict[str, Tensor], state: dict[str, Any]) -> Checkpoint:
-        """Write one checkpoint. A failure to write (a full disk, say) leaves every earlier one as it was."""
-        final = self.directory / f"step-{position.step:08d}"
-        partial, replaced = final.with_suffix(".partial"), final.with_suffix(".replaced")
+    def save(self, position: Position, weights: Mapping[str, Tensor], state: dict[str, Any]) -> Checkpoint:
+        """Write one checkpoint, whole, by this process alone. state: whatever `torch.load(weights_only=True)` reads;
+        its "optimizer" holds the tensors that `Checkpoint.read_into` fills by name."""
+        partial = self._partial(position)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+            self._make(partial)
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, partial / WEIGHTS)
-            _save_state(state, partial / STATE)
-            position = position.model_copy(
-                update={"files": {name: (partial / name).stat().st_size for name in (WEIGHTS, STATE)}}
-            )
-            (partial / POSITION).write_text(position.model_dump_json(indent=1))
-            for name in (WEIGHTS, STATE, POSITION):
-                _flush(partial / name)
-            _flush(partial)
-            if final.exists():
-                final.rename(replaced)
-            partial.rename(final)
-            _flush(self.directory)
+            return self._finish(partial, position, state)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            kept = self.latest()
-            raise DraftsmithError(
-                f"the checkpoint of step {position.step} could not be written under {self.directory}: {error}; "
-                + (f"the one of step {kept.position.step} is intact" if kept else "there is no earlier one")
-                + "; make room and run again with --resume"
-            ) from error
+            raise self._not_written(position, error) from error
+
+    def save_sharded(
+        self,
+        position: Position,
+        weights: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        state: dict[str, Any],
+        accelerator: Accelerator,
+    ) -> None:
+        """Write one checkpoint, each process its own part of the tensors; all processes call it, and all raise where
+        one fails."""
+        partial, failure = self._partial(position), None
+        if accelerator.is_main_process:
+            try:
+                self._make(partial)
+            except OSError as error:
+                failure = self._not_written(position, error)
+        raise_together(failure)
+        try:
+            sharded_files.save(_beside(weights, optimizer), checkpoint_id=partial / SHARDS)
+        except (OSError, CheckpointException) as error:
+            failure = self._not_written(position, error)
+        raise_together(failure)
+        if accelerator.is_main_process:
+            try:
+                self._finish(partial, position, state)
+            except OSError as error:
+                failure = self._not_written(position, error)
+        raise_together(failure)
+
+    def _partial(self, position: Position) -> Path:
+        return self.directory / f"step-{position.step:08d}.partial"
+
+    def _make(self, partial: Path) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def _finish(self, partial: Path, position: Position, state: dict[str, Any]) -> Checkpoint:
+        """Write the rest, flush everything, and give the directory its name."""
+        _save_state(state, partial / STATE)
+        files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+        sizes = {path.relative_to(partial).as_posix(): path.stat().st_size for path in files}
+        position = position.model_copy(update={"files": sizes})
+        (partial / POSITION).write_text(position.model_dump_json(indent=1))
+        for path in (*files, partial / POSITION, partial):
+            _flush(path)
+        final = partial.with_suffix("")
+        replaced = final.with_suffix(".replaced")
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _flush(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
         return Checkpoint(final, position)
+
+    def _not_written(self, position: Position, error: BaseException) -> DraftsmithError:
+        shutil.rmtree(self._partial(position), ignore_errors=True)
+        kept = self.latest()
+        return DraftsmithError(
+            f"the checkpoint of step {position.step} could not be written under {self.directory}: {error}; "
+            + (f"the one of step {kept.position.step} is intact" if kept else "there is no earlier one")
+            + "; make room and run again with --resume"
+        )
 
     def all(self) -> list[Checkpoint]:
         """Every whole checkpoint, oldest first. Damaged ones are named in a warning and left out."""
@@ -150,13 +239,13 @@ def _fault(directory: Path) -> str | None:
         return f"{POSITION} is missing"
     except (ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
         return f"{POSITION} cannot be read: {error}"
-    for name in (WEIGHTS, STATE):
+    for name, size in position.files.items():
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != position.files.get(name):
-            return f"{name} has {path.stat().st_size} bytes, {position.files.get(name)} were written"
-    return None
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, {size} were written"
+    return None if position.files else f"{POSITION} names no files"
 
 
 def _save_state(state: dict[str, Any], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -16,12 +17,14 @@ from draftsmith.training.sums import Averages, Sums
 def split_documents(sample_ids: Sequence[str], eval_share: float) -> tuple[list[int], list[int]]:
     """Indices of (training, held-out) documents: the `eval_share` of them whose ids have the lowest hashes is held out.
 
-    At least one is held out unless the share is 0. The choice depends on the ids alone, not on their order, the seed or
-    the process. Raises `DraftsmithError` where nothing would be left to train on.
+    At least one is held out unless the share is 0. The choice depends on the ids alone, and both lists are in the order
+    of the ids: in which order they were captured, the seed and the process change nothing. Raises `DraftsmithError`
+    where nothing would be left to train on.
     """
+    ordered = sorted(range(len(sample_ids)), key=lambda i: sample_ids[i])
     if eval_share == 0:
-        return list(range(len(sample_ids))), []
-    ranked = sorted(range(len(sample_ids)), key=lambda i: hashlib.sha256(sample_ids[i].encode()).digest())
+        return ordered, []
+    ranked = sorted(ordered, key=lambda i: hashlib.sha256(sample_ids[i].encode()).digest())
     count = max(1, round(eval_share * len(sample_ids)))
     if count >= len(sample_ids):
         raise DraftsmithError(
@@ -29,14 +32,15 @@ def split_documents(sample_ids: Sequence[str], eval_share: float) -> tuple[list[
             "capture more documents or set it to 0"
         )
     held_out = set(ranked[:count])
-    return [i for i in range(len(sample_ids)) if i not in held_out], sorted(held_out)
+    return [i for i in ordered if i not in held_out], [i for i in ordered if i in held_out]
 
 
 class Evaluation:
     """Loss, per-label accuracy and teacher-forced accept length over the held-out documents.
 
     Rows and anchors are the same every time (epoch 0 of the sampler's seed), so two evaluations differ only by the
-    draft. documents, lengths and names: the held-out documents' index in the store, tokens and ids.
+    draft; every block is predicted from its anchor on, as in serving, whatever a method shows while training.
+    documents, lengths and names: the held-out documents' number in the source, tokens and ids.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class Evaluation:
     ) -> None:
         rows = [[documents[i] for i in row] for row in pack_rows(lengths, sampler.tokens_per_row, names)]
         self._forwards = deal(rows, rows_per_forward, rank, num_ranks)
-        self._sampler = sampler
+        self._sampler = replace(sampler, visible_slots=None)
 
     @torch.no_grad()
     def run(self, loss: DraftLoss, device: torch.device, progress: float, accelerator: Accelerator) -> Averages:

@@ -17,7 +17,9 @@ class DraftLoss(nn.Module):
     """Micro-batch -> the objective's numerator, denominator and metrics, under the run's precision.
 
     The draft's weights are fp32; with `autocast` torch.bfloat16 the matrix products run in bf16, whose rounding never
-    reaches the weights. The target's ends are no submodule: they are neither trained nor synchronised nor saved.
+    reaches the weights. `recompute`: layers keep no activations for the backward, which computes them again;
+    `compile_layers`: each layer is fused by torch.compile. The target's ends are no submodule: they are neither trained
+    nor synchronised nor saved.
     """
 
     def __init__(
@@ -28,6 +30,8 @@ class DraftLoss(nn.Module):
         *,
         attention: AttentionBackend,
         autocast: torch.dtype | None,
+        recompute: bool = False,
+        compile_layers: bool = False,
     ) -> None:
         super().__init__()
         self.draft = draft
@@ -35,6 +39,10 @@ class DraftLoss(nn.Module):
         self._objective = objective
         self._attention = attention
         self._autocast = autocast
+        draft.backbone.recompute = recompute
+        if compile_layers:
+            for layer in draft.backbone.layers:
+                layer.compile(dynamic=True)
 
     def forward(self, batch: MicroBatch, progress: float) -> tuple[Tensor, Tensor, Metrics]:
         """batch on the draft's device; progress in [0, 1), the share of the run's steps already done."""

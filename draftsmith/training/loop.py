@@ -1,9 +1,9 @@
 """The training loop. It knows steps, sums and schedules, and no method."""
 
-import copy
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,23 +11,37 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Stage
 from draftsmith.training.batches import MicroBatch, Step, StepPlan, TrainingBatches
 from draftsmith.training.checkpoint import Checkpoint, Position, RunCheckpoints
+from draftsmith.training.clock import Clock
 from draftsmith.training.evaluation import Evaluation, score
+from draftsmith.training.flops import peak_flops, training_flops
 from draftsmith.training.forward import DraftLoss
-from draftsmith.training.guards import MicroBatchRecord, find_non_finite, stop_run
+from draftsmith.training.guards import (
+    MicroBatchRecord,
+    NonFiniteError,
+    StepRecord,
+    Verdicts,
+    find_non_finite,
+    write_report,
+)
 from draftsmith.training.interruption import StopRequest
 from draftsmith.training.options import TrainOptions
-from draftsmith.training.schedule import build_optimizer, learning_rate
+from draftsmith.training.parallel import Parallel, raise_together, whole
+from draftsmith.training.schedule import learning_rate
 from draftsmith.training.sums import Averages, Sums
-from draftsmith.training.tracking import RunLog, Values, memory_bytes
+from draftsmith.training.tracking import RunLog, memory_bytes
+from draftsmith.training.update import Updater
+
+_log = logging.getLogger(__name__)
 
 EvaluateGenerate = Callable[[Draft], dict[str, float]]
 """A real-generation evaluation: gets the draft in its export dtype, returns named numbers."""
 
 # Sums that steer the step rather than describe it; they travel with the metrics in the step's one reduction.
-_GRADIENT, _TOKENS, _STOP = "_gradient", "_tokens", "_stop"
+_GRADIENT, _TOKENS, _FLOPS, _STOP = "_gradient", "_tokens", "_flops", "_stop"
 
 
 class Loop:
@@ -35,8 +49,7 @@ class Loop:
 
     An optimiser step: every process forwards its micro-batches and adds up gradients of the objective's numerators; all
     sums are reduced over the processes; the gradient is divided once, by the global denominator; it is clipped and
-    applied. `draft_loss` is the trained module and `forward` the same, wrapped for gradient synchronisation where
-    there is more than one process.
+    applied. Between two log entries the host waits for the device only where `Verdicts` does.
     """
 
     def __init__(
@@ -53,10 +66,11 @@ class Loop:
         device: torch.device,
         checkpoints: RunCheckpoints,
         log: RunLog,
+        lag: int,
     ) -> None:
         self.draft_loss = draft_loss
-        self.forward = accelerator.prepare_model(draft_loss) if accelerator.num_processes > 1 else draft_loss
-        self.optimizer = build_optimizer(draft_loss, options, device)
+        self.parallel = Parallel(draft_loss, options.parallel, accelerator)
+        self.updater = Updater(draft_loss, self.parallel, options)
         self.plan, self.batches = plan, batches
         self.evaluation, self.evaluate_generate = evaluation, evaluate_generate
         self.options, self.total_steps = options, total_steps
@@ -64,18 +78,22 @@ class Loop:
         self.checkpoints, self.log = checkpoints, log
         self.position = Position(step=0, epoch=0, step_in_epoch=0)
         self.best_score: float | None = None
+        self.verdicts = Verdicts(device, lag)
+        self.stopping = False
+        self.skipped = 0
         self.window = Sums()  # metrics since the last log entry, over all processes
-        self.clock = _Clock()
+        self.clock = Clock(device)
+        self.peak = peak_flops(device, log.options.peak_tflops)
         self.shown: dict[str, str] = {}  # beside the progress bar
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Stand exactly where `checkpoint` was saved."""
+        checkpoint.read_into(self.draft_loss.draft.state_dict(), self.updater.tensors())
         state = checkpoint.state()
-        self.draft_loss.draft.load_state_dict(checkpoint.weights())
-        self.optimizer.load_state_dict(state["optimizer"])
         self.window = Sums.from_state(state["window"], self.device)
+        self.skipped = state["skipped"]
         self.position = checkpoint.position
         best = self.checkpoints.best()
         self.best_score = best.position.score if best is not None else None
@@ -84,15 +102,25 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint of this moment, and drop the ones that are not to be kept."""
+        self._judge(all_of_them=True)
         with self.clock.stopped():
-            generators = gather_object([_generators(self.device)])
+            state = {
+                "window": self.window.state_dict(),
+                "skipped": self.skipped,
+                "generators": gather_object([_generators(self.device)]),
+            }
+            weights, optimizer = self.draft_loss.draft.state_dict(), self.updater.tensors()
+            if self.parallel.sharded:
+                self.checkpoints.save_sharded(self.position, weights, optimizer, state, self.accelerator)
+            else:
+                failure = None
+                if self.accelerator.is_main_process:
+                    try:
+                        self.checkpoints.save(self.position, weights, {**state, "optimizer": optimizer})
+                    except DraftsmithError as error:
+                        failure = error
+                raise_together(failure)
             if self.accelerator.is_main_process:
-                state = {
-                    "optimizer": self.optimizer.state_dict(),
-                    "window": self.window.state_dict(),
-                    "generators": generators,
-                }
-                self.checkpoints.save(self.position, self.draft_loss.draft.state_dict(), state)
                 self.checkpoints.prune(self.options.keep_last, self.options.keep_best)
             self.accelerator.wait_for_everyone()
 
@@ -106,10 +134,11 @@ class Loop:
         if due and self.position.evaluation is None and self.evaluate():
             self.save()
         with StopRequest() as request:
-            self.clock = _Clock()
+            self.clock = Clock(self.device)
             start = self.position
             for step in self.batches.steps(start.epoch, start.step_in_epoch, self.total_steps - start.step):
-                stopped = self._step(step, request, stage)
+                self._step(step, request, stage)
+                stopped = self.stopping
                 done = self.position.step
                 last = done == self.total_steps
                 improved = (last or _due(done, self.options.eval_every)) and not stopped and self.evaluate()
@@ -119,71 +148,69 @@ class Loop:
                     return request.signal_name or "a signal to another process"
         return None
 
-    def _step(self, step: Step, request: StopRequest, stage: Stage) -> bool:
-        """One optimiser step; returns whether any process was asked to stop."""
+    def _step(self, step: Step, request: StopRequest, stage: Stage) -> None:
+        """One optimiser step; `self.stopping` says, as far as is known, whether any process was asked to stop."""
         done = self.position.step
-        self.optimizer.zero_grad(set_to_none=True)
-        sums, records = Sums(), []
+        self.updater.clear()
+        sums, forwards = Sums(), []
         for number in range(step.num_forwards):
             batch = self._next(step)
-            last = number + 1 == step.num_forwards
-            with nullcontext() if last else self.accelerator.no_sync(self.forward):
-                numerator, denominator, metrics = self.forward(batch, done / self.total_steps)
+            with self.parallel.accumulating(last=number + 1 == step.num_forwards):
+                numerator, denominator, metrics = self.parallel.forward(batch, done / self.total_steps)
                 numerator.backward()
             sums.add(_GRADIENT, numerator, denominator)
-            sums.add(_TOKENS, *self._count(batch.tokens))
+            sums.add(_TOKENS, *self._count(batch.work.context))
+            sums.add(_FLOPS, *self._count(training_flops(self.draft_loss.draft.config, batch.work)))
             for name, pair in metrics.items():
                 sums.add(name, *pair)
-            records.append(MicroBatchRecord(batch.packed.sample_ids, numerator.detach()))
+            forwards.append(MicroBatchRecord(batch.packed.sample_ids, numerator.detach()))
         sums.add(_STOP, *self._count(request.signal_name is not None))
         sums = sums.over_ranks(self.accelerator)
 
+        self._judge()
         rate = learning_rate(done, self.total_steps, self.options)
-        norm = self._update(sums, records, rate)
+        update = self.updater.apply(*sums[_GRADIENT], rate)
+        self.verdicts.add(StepRecord(done, rate, update, sums[_STOP][0], forwards))
 
         for name in metrics:
-            self.window.add(name, *sums[name])
-        self.clock.tokens += float(sums[_TOKENS][0])
+            # A step that is left out leaves the averages alone as well.
+            self.window.add(name, *(torch.where(update.finite, number, 0.0) for number in sums[name]))
+        self.clock.add(sums[_TOKENS][0], sums[_FLOPS][0])
         following = self.plan.following(step.epoch, step.step_in_epoch)
         self.position = Position(step=done + 1, epoch=following[0], step_in_epoch=following[1])
+        self._judge()
         if _due(done + 1, self.log.options.every) or done + 1 == self.total_steps:
-            self._log_window(rate, norm, step.epoch)
+            self._log_window(rate, update.norm, step.epoch)
         stage.advance(1, **self.shown)
-        return bool(sums[_STOP][0] > 0)
 
-    def _update(self, sums: Sums, records: list[MicroBatchRecord], rate: float) -> float:
-        """Divide the summed gradients, clip them, apply them; returns their norm before clipping."""
-        numerator, denominator = sums[_GRADIENT]
-        parameters = [p for p in self.draft_loss.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        # DDP has averaged over the processes, where the sum is wanted. A step without a label has nothing to divide.
-        scale = torch.where(denominator > 0, self.accelerator.num_processes / denominator.clamp_min(1e-300), 0.0)
-        torch._foreach_mul_(gradients, scale.float())
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not torch.isfinite(norm + numerator):
-            report = find_non_finite(
-                self.draft_loss.draft,
-                records,
-                step=self.position.step,
-                rank=self.accelerator.process_index,
-                learning_rate=rate,
-            )
-            stop_run(report, self.checkpoints.directory.parent / "debug")
-        if self.options.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        return float(norm)
+    def _judge(self, *, all_of_them: bool = False) -> None:
+        """Look at the steps whose outcome is due: stop at one that was not finite, or count it."""
+        for verdict in self.verdicts.take(all_of_them=all_of_them):
+            self.stopping = self.stopping or verdict.stopping
+            if verdict.finite:
+                continue
+            rank = self.accelerator.process_index
+            report = find_non_finite(self.draft_loss, self.updater.names, verdict.record, rank)
+            path = write_report(report, self.checkpoints.directory.parent / "debug")
+            if not self.options.skip_nonfinite:
+                raise NonFiniteError(
+                    f"{report}. Debug record: {path}. Lower train.lr, look at these documents, resume from the last "
+                    "checkpoint, or leave such steps out with train.skip_nonfinite"
+                )
+            self.skipped += 1
+            _log.warning("%s; left out (debug record: %s)", report, path)
 
     def _next(self, step: Step) -> MicroBatch:
         started = time.perf_counter()
         batch = next(step.micro_batches)
         self.clock.waited += time.perf_counter() - started
-        return batch.to(self.device)
+        return batch
 
-    def _count(self, number: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor(float(number), device=self.device), torch.ones((), device=self.device)
+    def _count(self, number: float) -> tuple[Tensor, Tensor]:
+        # Filled on the device: a tensor made of a Python number would be copied there, and the copy waited for.
+        return torch.full((), float(number), dtype=torch.float64, device=self.device), torch.ones(
+            (), device=self.device
+        )
 
     # --- numbers ----------------------------------------------------------------------------------------------------
 
@@ -191,9 +218,11 @@ class Loop:
         """Evaluate on the held-out documents; returns whether that is the best so far (and worth a checkpoint)."""
         if self.evaluation is None:
             return False
+        self._judge(all_of_them=True)
         with self.clock.stopped():
             progress = min(self.position.step, self.total_steps - 1) / self.total_steps
             averages = self.evaluation.run(self.draft_loss, self.device, progress, self.accelerator)
+            self.parallel.after_forward_only()
             values: Averages = {**averages, **self._generate()}
             self.log.log("eval", self.position.step, values)
         found = score(averages, self.options.best_by)
@@ -205,47 +234,40 @@ class Loop:
 
     def _generate(self) -> dict[str, float]:
         """The numbers of the real-generation evaluation, on the main process; the others wait for it."""
+        if self.evaluate_generate is None:
+            return {}
+        weights = whole(self.draft_loss.draft.state_dict())
         values: dict[str, float] = {}
-        if self.evaluate_generate is not None and self.accelerator.is_main_process:
-            draft = copy.deepcopy(self.draft_loss.draft)
-            values = self.evaluate_generate(draft.to(draft.config.torch_dtype).eval())
+        if self.accelerator.is_main_process:
+            config = self.draft_loss.draft.config
+            with torch.device("meta"):
+                draft = Draft(config)
+            draft.load_state_dict({n: w.to(config.torch_dtype, copy=True) for n, w in weights.items()}, assign=True)
+            values = self.evaluate_generate(draft.to(self.device).eval())
         self.accelerator.wait_for_everyone()
         return {f"generate_{name}": value for name, value in values.items()}
 
-    def _log_window(self, rate: float, norm: float, epoch: int) -> None:
-        seconds = self.clock.seconds
+    def _log_window(self, rate: float, norm: Tensor, epoch: int) -> None:
+        self._judge(all_of_them=True)
         averages = self.window.averages()
         self.shown = {name: f"{value:.3g}" for name, value in averages.items() if isinstance(value, float)}
-        values: Values = {
+        tokens, flops = self.clock.totals()
+        seconds = self.clock.seconds  # after the totals, which wait for the device
+        values: dict[str, Any] = {
             **averages,
             "epoch": float(epoch),
             "lr": rate,
-            "grad_norm": norm,
-            "tokens_per_second": self.clock.tokens / seconds,
+            "grad_norm": float(norm),
+            "tokens_per_second": tokens / seconds,
             "data_wait": self.clock.waited / seconds,
             "memory_gib": memory_bytes(self.device) / 2**30,
         }
+        if self.peak is not None:
+            values["mfu"] = flops / (seconds * self.peak * self.accelerator.num_processes)
+        if self.options.skip_nonfinite:
+            values["skipped"] = float(self.skipped)
         self.log.log("train", self.position.step, values)
-        self.window, self.clock = Sums(), _Clock()
-
-
-class _Clock:
-    """Time, tokens and waiting for data since the last log entry; evaluation and saving do not count."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self.waited = 0.0
-        self.tokens = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._started
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        before = time.perf_counter()
-        yield
-        self._started += time.perf_counter() - before
+        self.window, self.clock = Sums(), Clock(self.device)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -11,6 +11,17 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class OnlineOptions(_Section):
+    """Features of `train.features: online`. Where the target runs is `target.device`, and the precision of features is
+    `capture.dtype`, as in a store.
+
+    cache: a directory that keeps every document's features as a store, once it is captured; when all are there, they
+    are read. None: nothing is kept, and every pass runs the target again. One process only.
+    """
+
+    cache: str | None = None
+
+
 class TrainOptions(_Section):
     """How a draft is trained. A step always means one optimiser step of all processes together.
 
@@ -49,11 +60,30 @@ class TrainOptions(_Section):
     """auto: flex_attention on CUDA, scaled dot product attention with a dense mask on the CPU."""
     data_workers: Annotated[int, Field(ge=0)] | None = None
     """Processes that read and pack batches ahead of training. None: 4 on CUDA, 0 on the CPU."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What several processes share. ddp: each holds the whole draft. fsdp: weights, gradients, optimiser state and
+    checkpoints are split over them; the weights are gathered for the forward and backward of a step."""
+    gradient_checkpointing: bool = False
+    """Compute a layer's activations again in the backward pass instead of keeping them: less memory, more time."""
+    compile: bool = False
+    """Fuse each layer's operations with torch.compile."""
+
+    features: Literal["store", "online"] = "store"
+    """store: read what `capture` wrote. online: run the frozen target beside the training, storing nothing."""
+    online: OnlineOptions = OnlineOptions()
+
+    skip_nonfinite: bool = False
+    """A step whose loss or gradient is not finite is never applied. False: it stops the run, with a debug record.
+    True: it is left out, counted and logged (`skipped`), and training goes on."""
 
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """The share of documents held out for evaluation, chosen by a hash of their ids (0: no evaluation)."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations. None: before the first step and after the last one only."""
+    eval_prompts: Annotated[int, Field(ge=0)] = 0
+    """Prompts of `bench.prompts` that every evaluation also answers with the real engine (0: none)."""
+    eval_prompt_tokens: PositiveInt = 64
+    """New tokens of each of those answers."""
     best_by: Literal["accept_length", "loss"] = "accept_length"
     """The held-out metric that says which checkpoint is the best."""
 
@@ -68,6 +98,15 @@ class TrainOptions(_Section):
             raise ValueError(
                 f"rows_per_step is {self.rows_per_step} and rows_per_forward is {self.rows_per_forward}: "
                 "a step must be a whole number of forwards"
+            )
+        if self.features == "online" and self.data_workers:
+            raise ValueError(
+                f"data_workers is {self.data_workers} with features 'online': the target runs in the training process, "
+                "which captures the next batch by itself; leave data_workers out"
+            )
+        if self.features == "store" and self.online.cache is not None:
+            raise ValueError(
+                f"online.cache is {self.online.cache!r} with features 'store'; set features to 'online' or leave it out"
             )
         return self
 
@@ -88,5 +127,8 @@ class TrackOptions(_Section):
     wandb: bool = False
     trackio: bool = False
     project: str = "draftsmith"
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """The device's peak in TFLOP/s, of which `mfu` is the share used. None: what is known of the GPU's name (without
+    it, `mfu` is not logged)."""
     run_name: str | None = None
     """The run's name in Weights & Biases and Trackio. None: the run directory's name."""

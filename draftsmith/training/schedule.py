@@ -22,13 +22,16 @@ def learning_rate(step: int, total_steps: int, options: TrainOptions) -> float:
     return options.lr * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * cosine)
 
 
-def build_optimizer(module: nn.Module, options: TrainOptions, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `module`; matrices decay, vectors (norms, biases) do not."""
+def build_optimizer(module: nn.Module, options: TrainOptions) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of `module`; matrices decay, vectors (norms, biases) do not.
+
+    The fused one on every device: it can be told, on the device, to leave a step out (`found_inf`).
+    """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=options.lr, betas=options.betas, fused=device.type == "cuda"
+        [group for group in groups if group["params"]], lr=options.lr, betas=options.betas, fused=True
     )

@@ -6,6 +6,8 @@ import torch
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.errors import DraftsmithError
 from draftsmith.training.batches import BlockSampler, Forward, StepPlan, TrainingBatches, check_rows_per_step, deal
+from draftsmith.training.flops import Work
+from draftsmith.training.source import StoreSource
 from tests.training.counting import MASK
 
 LAYOUT = BlockLayout(BlockKind.ANCHOR_KNOWN, 4)
@@ -23,7 +25,7 @@ def plan_of(store, *, rows_per_step=4, rows_per_forward=1, seed=5) -> StepPlan:
 
 
 def sampler_of(store, num_anchors=5) -> BlockSampler:
-    return BlockSampler(store, LAYOUT, MASK, 48, num_anchors, seed=5, visible_slots=None)
+    return BlockSampler(StoreSource(store, store.features), LAYOUT, MASK, 48, num_anchors, seed=5, visible_slots=None)
 
 
 def step_documents(plan, epoch, step, num_ranks):
@@ -60,9 +62,9 @@ def test_a_process_without_a_row_repeats_one_that_does_not_count(store):
     counted = sampler.micro_batch(Forward([[7, 8]]), epoch=0)
     uncounted = sampler.micro_batch(Forward([[7, 8]], counted=False), epoch=0)
     assert counted.blocks.label_mask.any()
-    assert counted.tokens == store.lengths[7] + store.lengths[8]
+    assert counted.work.context == store.lengths[7] + store.lengths[8]
     assert not uncounted.blocks.label_mask.any()
-    assert uncounted.tokens == 0
+    assert uncounted.work == Work()
 
 
 def test_positions_run_over_epochs_and_can_start_anywhere(store):
@@ -98,7 +100,7 @@ def test_worker_processes_change_nothing(store):
             rank=0,
             num_ranks=1,
             workers=workers,
-            pin_memory=False,
+            device=torch.device("cpu"),
         )
         return [
             (
@@ -115,7 +117,13 @@ def test_worker_processes_change_nothing(store):
 def test_reading_batches_leaves_the_global_generator_alone(store):
     state = torch.get_rng_state()
     batches = TrainingBatches(
-        plan_of(store), sampler_of(store), list(range(len(store))), rank=0, num_ranks=1, workers=0, pin_memory=False
+        plan_of(store),
+        sampler_of(store),
+        list(range(len(store))),
+        rank=0,
+        num_ranks=1,
+        workers=0,
+        device=torch.device("cpu"),
     )
     for step in batches.steps(0, 0, 2):
         list(step.micro_batches)

@@ -8,6 +8,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.training.batches import BlockSampler
 from draftsmith.training.evaluation import Evaluation, score, split_documents
 from draftsmith.training.forward import DraftLoss
+from draftsmith.training.source import StoreSource
 from tests.tiny_draft import tiny_draft
 from tests.training.counting import MASK, section
 
@@ -40,7 +41,9 @@ def parts(target, store):
     method = algorithm("dflash")
     objective = method.objective(draft.config, section())
     loss = DraftLoss(draft, target.ends, objective, attention=AttentionBackend.DENSE, autocast=None)
-    sampler = BlockSampler(store, method.block_layout(draft.config), MASK, 48, 3, seed=5, visible_slots=None)
+    sampler = BlockSampler(
+        StoreSource(store, store.features), method.block_layout(draft.config), MASK, 48, 3, seed=5, visible_slots=None
+    )
 
     def evaluation(rank=0, num_ranks=1):
         documents = [3, 4, 9, 11, 17]

@@ -6,6 +6,7 @@ from draftsmith.blocks.masks import AttentionBackend, dense_attention
 from draftsmith.features.schema import TAPS
 from draftsmith.training.batches import BlockSampler, Forward
 from draftsmith.training.forward import DraftLoss
+from draftsmith.training.source import StoreSource
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
 from tests.training.counting import MASK, TAP_IDS, counting_store, section
@@ -22,7 +23,9 @@ class Recorder:
 
 def batch_of(store, draft):
     layout = algorithm("dflash").block_layout(draft.config)
-    return BlockSampler(store, layout, MASK, 48, 4, seed=1, visible_slots=None).micro_batch(Forward([[2, 5]]), epoch=0)
+    return BlockSampler(
+        StoreSource(store, store.features), layout, MASK, 48, 4, seed=1, visible_slots=None
+    ).micro_batch(Forward([[2, 5]]), epoch=0)
 
 
 def test_the_objective_gets_what_the_draft_makes_of_the_targets_rows(tmp_path):

@@ -32,7 +32,7 @@ def test_only_matrices_decay():
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
-    optimizer = build_optimizer(module, TrainOptions(lr=0.1, weight_decay=0.5), torch.device("cpu"))
+    optimizer = build_optimizer(module, TrainOptions(lr=0.1, weight_decay=0.5))
     optimizer.step()
     for name, parameter in module.named_parameters():
         expected = before[name] * (1 - 0.1 * 0.5) if parameter.dim() == 2 else before[name]

@@ -68,7 +68,8 @@ def test_max_steps_is_exact_and_the_schedule_counts_optimiser_steps(target, stor
     assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6, 7]
     assert [entry["lr"] for entry in logged] == [learning_rate(step, 7, chosen) for step in range(7)]
     assert result.step == 7
-    assert int(find_checkpoint(run_dir, "last").state()["optimizer"]["state"][0]["step"]) == 7
+    optimizer = find_checkpoint(run_dir, "last").state()["optimizer"]
+    assert {int(value) for name, value in optimizer.items() if name.startswith("step.")} == {7}
 
 
 def test_without_max_steps_the_epochs_decide(target, store, run_dir):
@@ -122,8 +123,7 @@ def test_a_resumed_run_is_bit_identical(target, store, tmp_path, stop_at, monkey
     assert equal(straight.weights(), resumed.weights())
     assert straight.position == resumed.position
     a, b = straight.state(), resumed.state()
-    for index, moments in a["optimizer"]["state"].items():
-        assert equal(moments, b["optimizer"]["state"][index])
+    assert equal(a["optimizer"], b["optimizer"])
     assert torch.equal(a["generators"][0]["cpu"], b["generators"][0]["cpu"])
     for kind in ("train", "eval"):
         assert list(map(numbers, entries(tmp_path / "straight", kind))) == list(
@@ -267,8 +267,8 @@ def test_a_store_of_other_taps_or_another_target_is_refused(target, store, run_d
 
 
 def test_a_document_longer_than_a_row_is_named(target, store, run_dir):
-    longest = store.sample_ids[max(range(len(store)), key=lambda i: store.lengths[i])]
-    with pytest.raises(DraftsmithError, match=longest):
+    longest = {store.sample_ids[i] for i in range(len(store)) if store.lengths[i] == max(store.lengths)}
+    with pytest.raises(DraftsmithError, match=f"sample '({'|'.join(longest)})' has {max(store.lengths)} tokens"):
         run(target, store, run_dir, options(tokens_per_row=max(store.lengths) - 1, eval_share=0.0))
 
 

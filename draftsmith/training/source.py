@@ -1,0 +1,46 @@
+"""Where training gets its documents and their features from: a store, or a target that runs beside it."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from draftsmith.features.manifest import StoreHeader
+from draftsmith.features.reader import Store
+from draftsmith.features.record import Record
+
+
+class FeatureSource(Protocol):
+    """Documents by number, in any order; training puts them into one of its own that depends on their ids alone.
+
+    header: of which target and layers the features are. fingerprint: what a resumed run compares. place: for people.
+    live: the features are made when they are asked for, in this process; training asks one batch ahead, in a thread.
+    """
+
+    header: StoreHeader
+    fingerprint: str
+    place: str
+    live: bool
+    sample_ids: Sequence[str]
+    lengths: Sequence[int]
+    supervised: Sequence[int]
+
+    def records(self, documents: Sequence[int]) -> list[Record]:
+        """The records of the documents with these numbers; features may be on any device."""
+        ...
+
+
+class StoreSource:
+    """A feature store on disk; `features` are the names of the tensors to read."""
+
+    live = False
+
+    def __init__(self, store: Store, features: tuple[str, ...]) -> None:
+        self._store = Store.open(store.directory, features)
+        self.header: StoreHeader = store.manifest.header
+        self.fingerprint = store.manifest.index.sha256
+        self.place = str(store.directory)
+        self.sample_ids: Sequence[str] = store.sample_ids
+        self.lengths: Sequence[int] = store.lengths
+        self.supervised: Sequence[int] = store.supervised
+
+    def records(self, documents: Sequence[int]) -> list[Record]:
+        return [self._store[document] for document in documents]
