@@ -13,7 +13,7 @@ from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DTYPES, DraftConfig
 from draftsmith.drafts.heads import HEADS
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import read_directory, write_directory
+from draftsmith.layouts import TargetParts, read_directory, write_directory
 
 if TYPE_CHECKING:
     from draftsmith.targets.ends import TargetEnds
@@ -75,16 +75,17 @@ class Draft(nn.Module):
         device: str | torch.device = "cpu",
         layout: str | None = None,
         strict: bool = False,
+        allow_pickle: bool = False,
     ) -> "Draft":
-        """A draft from a directory of any readable layout (recognised from its `config.json` unless `layout` is given).
+        """A draft from a directory of any readable layout (recognised from its files unless `layout` is given).
 
         dtype: "auto" keeps the stored one; a name of `DTYPES` or a torch dtype converts the parameters in memory
         (`config.dtype` stays what files hold). strict: unknown configuration fields are errors instead of logged
-        warnings. Raises `LayoutError` for files that cannot be read, `DraftConfigError` for a configuration that cannot
+        warnings. allow_pickle: as for `layouts.read_directory`. Raises `LayoutError` for files that cannot be read, `DraftConfigError` for a configuration that cannot
         be right, and `DraftWeightsError`, with every fault at once, for tensors that are missing, not used, of another
         shape or dtype than the configuration says, or not finite.
         """
-        canonical = read_directory(directory, layout, strict=strict)
+        canonical = read_directory(directory, layout, strict=strict, allow_pickle=allow_pickle)
         for note in canonical.notes:
             _log.warning("%s: %s", directory, note)
         if canonical.ignored:
@@ -103,12 +104,18 @@ class Draft(nn.Module):
         return draft.to(device)
 
     def save(
-        self, directory: str | Path, layout: str = "zlab", *, extra_files: Mapping[str, str | bytes] | None = None
+        self,
+        directory: str | Path,
+        layout: str = "zlab",
+        *,
+        extra_files: Mapping[str, str | bytes] | None = None,
+        target: TargetParts | None = None,
     ) -> None:
         """Writes the draft, whole or not at all, in the dtype of `config.dtype`.
 
-        extra_files: further files of the directory, by name. Raises `DraftWeightsError` when a parameter is not
-        finite and `LayoutError` when the directory may not be written.
+        extra_files: further files of the directory, by name. target: what the layout `speculators` carries of the target.
+        Raises `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not be written
+        or the layout cannot express the draft.
         """
         tensors = {
             file_name(name): parameter.detach().to(device="cpu", dtype=self.config.torch_dtype)
@@ -116,7 +123,7 @@ class Draft(nn.Module):
         }
         if faults := _not_finite(tensors):
             raise DraftWeightsError(f"the draft is not written to {directory}:\n" + "\n".join(faults))
-        write_directory(directory, layout, self.config.to_dict(), tensors, extra_files)
+        write_directory(directory, layout, self.config.to_dict(), tensors, extra_files, target)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

@@ -7,25 +7,48 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.layouts import files
-from draftsmith.layouts.canonical import CanonicalDraft, Layout, LayoutError
+from draftsmith.layouts.canonical import CanonicalDraft, Layout, LayoutError, TargetParts
+from draftsmith.layouts.speculators import SpeculatorsLayout
+from draftsmith.layouts.variants import DeepSpecLayout, ModelOptimizerLayout, SglangLayout, SpecForgeLayout
 from draftsmith.layouts.zlab import ZlabLayout
 
-__all__ = ["LAYOUTS", "CanonicalDraft", "LayoutError", "read_directory", "write_directory"]
+__all__ = ["CARRY_TARGET", "LAYOUTS", "WRITABLE", "CanonicalDraft", "LayoutError", "TargetParts", "read_directory", "write_directory"]
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (ZlabLayout(),)}
-"""Name -> layout; the first that recognises a `config.json` reads it."""
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        SpeculatorsLayout(),
+        ModelOptimizerLayout(),
+        SpecForgeLayout(),
+        DeepSpecLayout(),
+        ZlabLayout(),
+        SglangLayout(),
+    )
+}
+"""Name -> layout; the first that recognises a directory reads it."""
+
+WRITABLE = tuple(name for name, layout in LAYOUTS.items() if layout.writable)
+"""Names of the layouts that drafts can be written in."""
 
 
-def read_directory(path: str | Path, layout: str | None = None, *, strict: bool = False) -> CanonicalDraft:
-    """Reads a draft directory, recognising its layout from `config.json` unless told.
+CARRY_TARGET = ("speculators",)
+"""Names of the layouts whose files hold the target's embedding and output head."""
+
+
+def read_directory(
+    path: str | Path, layout: str | None = None, *, strict: bool = False, allow_pickle: bool = False
+) -> CanonicalDraft:
+    """Reads a draft directory, recognising its layout from its files unless told.
 
     strict: fields of the draft's section that nothing uses are errors (training input); otherwise they become notes
-    (other people's drafts). Raises `LayoutError` for whatever is missing, damaged, contradictory or unknown.
+    (other people's drafts). allow_pickle: weights may be a .pt or .bin file where there are no safetensors; only tensors
+    and plain containers are taken from it. Raises `LayoutError` for whatever is missing, damaged, contradictory or
+    unknown.
     """
     directory = Path(path)
     config = files.read_config(directory)
     reader = _layout(layout) if layout is not None else _recognise(config, directory)
-    tensors = files.read_tensors(directory)
+    tensors = files.read_tensors(directory, allow_pickle)
     try:
         return reader.read(config, tensors, strict)
     except LayoutError as error:
@@ -38,17 +61,21 @@ def write_directory(
     config: dict[str, Any],
     tensors: dict[str, Tensor],
     extra_files: Mapping[str, str | bytes] | None = None,
+    target: TargetParts | None = None,
 ) -> None:
     """Writes a draft directory, whole or not at all; what was there before stays when writing fails.
 
     config: canonical, as `DraftConfig.to_dict` gives it; tensors: canonical names, all of the dtype that the
-    configuration declares; extra_files: further files by name (a README, say). A directory that holds other things
-    than a draft is refused. Raises `LayoutError`.
+    configuration declares; extra_files: further files by name (a README, say); target: what the layout carries of the
+    target, if it does. A directory that holds other things than a draft is refused. Raises `LayoutError`.
     """
+    writer = _layout(layout)
+    if not writer.writable:
+        raise LayoutError(f"layout {layout!r} is only read; allowed to write: {', '.join(map(repr, WRITABLE))}")
     wrong = sorted(name for name, tensor in tensors.items() if str(tensor.dtype) != f"torch.{config['dtype']}")
     if wrong:
         raise LayoutError(f"dtype is declared as {config['dtype']}, but {', '.join(wrong)} hold another; convert them")
-    content, named = _layout(layout).write(config, tensors)
+    content, named = writer.write(config, tensors, target)
     files.write(Path(path), content, named, extra_files or {})
 
 
@@ -59,8 +86,9 @@ def _layout(name: str) -> Layout:
 
 
 def _recognise(config: dict[str, Any], directory: Path) -> Layout:
+    names = frozenset(path.name for path in directory.iterdir())
     for layout in LAYOUTS.values():
-        if layout.recognises(config):
+        if layout.recognises(config, names):
             return layout
     raise LayoutError(
         f"{directory / files.CONFIG} is of no layout that is known ({', '.join(LAYOUTS)}); its architectures is "

@@ -13,13 +13,28 @@ class LayoutError(DraftsmithError):
 
 
 @dataclass(frozen=True)
+class TargetParts:
+    """What some layouts carry of the target, and drafts do not have.
+
+    name: the target's hub id or path, None where files do not say; architectures: class names of its `config.json`;
+    embedding, output_head: [V, H], without any scale.
+    """
+
+    name: str | None
+    architectures: tuple[str, ...]
+    embedding: Tensor
+    output_head: Tensor
+
+
+@dataclass(frozen=True)
 class CanonicalDraft:
     """A draft directory in canonical terms.
 
     config: the fields of `DraftConfig` (not validated here: layouts know how files spell fields, not what is
     allowed); tensors: canonical name (z-lab's, without prefix) -> tensor as stored; layout: the name of the layout it
     was read as; ignored: names of tensors in the files that drafts do not have (a copy of the target's embedding,
-    say); notes: what else a reader should be told.
+    say); notes: what else a reader should be told; target: the parts of the target that the files carry, if they carry
+    both.
     """
 
     config: dict[str, Any]
@@ -27,21 +42,29 @@ class CanonicalDraft:
     layout: str
     ignored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    target: TargetParts | None = None
 
 
 class Layout(Protocol):
     """One way of spelling a draft in files."""
 
     name: str
+    writable: bool
 
-    def recognises(self, config: dict[str, Any]) -> bool:
-        """Whether a `config.json` is of this layout."""
+    def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
+        """Whether a directory is of this layout, from its `config.json` and the names of its files."""
         ...
 
     def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
         """Files -> canonical. strict: fields that nobody knows are errors, otherwise notes."""
         ...
 
-    def write(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Canonical -> (the content of `config.json`, tensors by their names in the file)."""
+    def write(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetParts | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Canonical -> (the content of `config.json`, tensors by their names in the file).
+
+        target: for layouts that carry parts of it; the others do not look at it. Raises `LayoutError` for a draft that
+        the layout cannot express, or whose readers would run as another one.
+        """
         ...

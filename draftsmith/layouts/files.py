@@ -2,12 +2,14 @@
 
 import json
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,6 +19,8 @@ from draftsmith.layouts.canonical import LayoutError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SPECFORGE_STATE = "training_state.pt"
+MASK_EMBEDDING = "mask_embedding.pt"
 _UNSAFE = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -26,7 +30,9 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LayoutError(f"{path} does not exist; a draft directory holds {CONFIG} and {WEIGHTS}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        raise LayoutError(f"{path} is a directory; allowed: a JSON file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LayoutError(f"{path} is not valid JSON ({error}); write or download it again") from None
     if not isinstance(content, dict):
         raise LayoutError(f"{path} holds a JSON {type(content).__name__}; allowed: an object")
@@ -41,8 +47,16 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json(directory / CONFIG)
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory with `model.safetensors` or with shards and their index, on the CPU."""
+def read_tensors(directory: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
+    """All tensors of a directory with `model.safetensors` or with shards and their index, on the CPU.
+
+    allow_pickle: a single .pt or .bin file is read where there are no safetensors.
+    """
+    if (directory / MASK_EMBEDDING).exists():
+        raise LayoutError(
+            f"{directory} holds {MASK_EMBEDDING}, a mask token's embedding of its own; drafts here take the target's, "
+            "and would run as another draft without it"
+        )
     single, index = directory / WEIGHTS, directory / INDEX
     if single.exists() and index.exists():
         raise LayoutError(f"{directory} holds both {WEIGHTS} and {INDEX}; remove the one that is out of date")
@@ -50,9 +64,37 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         return _read_sharded(directory, index)
     if single.exists():
         return _read_file(single)
-    unsafe = sorted(path.name for path in directory.iterdir() if path.suffix in _UNSAFE)
-    hint = f"; {', '.join(unsafe)} may run code when loaded: convert to safetensors first" if unsafe else ""
+    pickled = sorted(path for path in directory.iterdir() if path.suffix in _UNSAFE)
+    named = ", ".join(path.name for path in pickled)
+    if pickled and allow_pickle:
+        if len(pickled) > 1:
+            raise LayoutError(f"{directory} holds {named}; leave the one file that has the draft's weights")
+        return _read_pickled(pickled[0])
+    hint = (
+        f"; {named} may run code when loaded: convert to safetensors first, or allow pickles (convert --allow-pickle)"
+        if pickled
+        else ""
+    )
     raise LayoutError(f"{directory} holds no weights: neither {WEIGHTS} nor {INDEX} is there{hint}")
+
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled state dict, or of the draft in SpecForge's training state; nothing but tensors and plain
+    containers is unpickled."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise LayoutError(
+            f"{path} holds more than tensors, or is damaged ({reason}); have its writer export safetensors"
+        ) from None
+    if isinstance(content, dict) and isinstance(content.get("draft_state_dict"), dict):
+        content = content["draft_state_dict"]
+    if not isinstance(content, dict) or not content or not all(isinstance(t, Tensor) for t in content.values()):
+        raise LayoutError(
+            f"{path} holds no state dict; allowed: names and tensors, by themselves or as draft_state_dict"
+        )
+    return {str(name): tensor.contiguous() for name, tensor in content.items()}
 
 
 def _read_sharded(directory: Path, index: Path) -> dict[str, Tensor]:

@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.layouts import dspark_fields
-from draftsmith.layouts.canonical import CanonicalDraft, LayoutError
+from draftsmith.layouts.attention_fields import SLIDING, read_attention
+from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
 from draftsmith.layouts.fields import Fields, rope_parameters
+from draftsmith.layouts.vocabulary import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT, check_whole_vocabulary
 
 SECTION = "dflash_config"
 PREFIXES = ("model.", "dflash_module.", "logit_head.")  # each may stand before another
-EXTRAS = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
+EXTRAS = (EMBEDDING, HEAD, TARGET_TO_DRAFT, DRAFT_TO_TARGET)
 SINK = "self_attn.attention_sink_bias"
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,8 @@ _SHARED = {
     "output_multiplier": ("output_multiplier",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "input_embedding_scale": ("input_embedding_scale",),
-    "causal": ("causal", "is_causal"),
 }
-_NETWORK = (
+NETWORK = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -98,35 +97,58 @@ _NETWORK = (
     "max_position_embeddings",
     "initializer_range",
 )
+# Fields that change a draft's numbers, and the values that draftsmith computes.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (),
+    "attention_value_scale": (1.0,),
+    "logit_scale": (1.0,),
+    "use_gemma_norm": (False,),
+    "is_neox_style": (True,),
+    "rope_is_neox_style": (True,),
+    "use_aux_hidden_state": (True,),
+}
 
 
 class ZlabLayout:
     """Reads and writes the z-lab layout."""
 
     name = "zlab"
+    writable = True
 
-    def recognises(self, config: dict[str, Any]) -> bool:
+    def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
         return SECTION in config
 
     def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
         """See `Layout.read`; `LayoutError` names what contradicts itself or is not supported."""
         notes: list[str] = []
         fields = Fields(config, SECTION)
-        tensors, ignored = canonical_tensors(tensors)
+        tensors, extras = canonical_tensors(tensors)
+        check_whole_vocabulary(
+            {without_prefix(name): tensor for name, tensor in extras.items()},
+            fields.get("vocab_size"),
+            fields.get("draft_vocab_size"),
+        )
         member = _member(config, fields)
-        tensors = _renamed(tensors, member.other_names)
+        tensors = renamed(tensors, member.other_names)
         canonical: dict[str, Any] = {"architecture": member.architecture}
-        canonical |= {name: fields.get(name) for name in _NETWORK}
+        canonical |= {name: fields.get(name) for name in NETWORK}
         canonical |= {name: fields.get(*spellings) for name, spellings in _SHARED.items()}
         canonical["rope"] = rope_parameters(config)
-        canonical |= _layers(config, canonical["num_hidden_layers"])
+        canonical |= read_attention(fields)
         canonical["attention_sinks"] = _sinks(fields, tensors)
-        canonical["dtype"] = _dtype(config, tensors, notes)
+        canonical["dtype"] = read_dtype(config, tensors, notes)
         if member.read_head is not None:
             canonical["head"] = member.read_head(fields, tensors)
         else:
             canonical["head"] = {name: value for name in member.head if (value := fields.get(name)) is not None}
-        _refuse_unsupported(config, fields)
+            if fields.get("sample_from_anchor") is True and "shift_label" not in member.head:
+                raise LayoutError(
+                    f"sample_from_anchor is True; allowed: false, since the anchor's slot of a {member.class_name} "
+                    "block predicts nothing"
+                )
+        _refuse_unsupported(fields)
         if unknown := fields.unknown():
             text = f"{SECTION} has {', '.join(f'{name} = {fields.nested[name]!r}' for name in unknown)}"
             if strict:
@@ -135,15 +157,17 @@ class ZlabLayout:
         if canonical["final_logit_softcapping"] == 0:  # how some files say that there is none
             canonical["final_logit_softcapping"] = None
         canonical = {name: value for name, value in canonical.items() if value is not None}
-        return CanonicalDraft(canonical, tensors, self.name, ignored, notes)
+        return CanonicalDraft(canonical, tensors, self.name, sorted(extras), notes)
 
-    def write(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetParts | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `Layout.write`."""
         member = next(member for member in FAMILY if member.architecture == config["architecture"])
         written: dict[str, Any] = {"architectures": [member.class_name], "model_type": "qwen3"}
-        written |= {name: config[name] for name in _NETWORK}
+        written |= {name: config[name] for name in NETWORK}
         written |= {name: config[name] for name in ("dtype", "block_size", "num_target_layers")}
-        written |= _written_rope(config["rope"])
+        written |= written_rope(config["rope"])
         sliding = SLIDING in config["layer_types"]
         written |= {
             "layer_types": list(config["layer_types"]),
@@ -182,25 +206,30 @@ class ZlabLayout:
         return written, tensors
 
 
-def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """(tensors without prefix and without known extras, full names of the extras)."""
+def without_prefix(name: str) -> str:
+    """A tensor's name without the wrappers that writers put around the draft."""
+    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(tensors without prefix and without known extras, the extras by their full names)."""
     canonical: dict[str, Tensor] = {}
     origin: dict[str, str] = {}
-    ignored: list[str] = []
+    extras: dict[str, Tensor] = {}
     for full, tensor in tensors.items():
-        name = full
-        while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""):
-            name = name.removeprefix(prefix)
+        name = without_prefix(full)
         if name in EXTRAS or name.startswith("rotary_emb."):
-            ignored.append(full)
+            extras[full] = tensor
             continue
         if name in canonical:
             raise LayoutError(f"the weights hold both {origin[name]} and {full}, which mean the same; remove one")
         canonical[name], origin[name] = tensor, full
-    return canonical, sorted(ignored)
+    return canonical, extras
 
 
-def _renamed(tensors: dict[str, Tensor], other_names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
+def renamed(tensors: dict[str, Tensor], other_names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         canonical = next((new + name.removeprefix(old) for old, new in other_names if name.startswith(old)), name)
@@ -229,29 +258,6 @@ def _member(config: dict[str, Any], fields: Fields) -> Member:
     raise LayoutError(f"architectures is {named!r}; allowed: one of {', '.join(map(repr, known))}")
 
 
-def _layers(config: dict[str, Any], num_layers: Any) -> dict[str, Any]:
-    """layer_types and sliding_window; files without layer_types follow Qwen3's rule for them."""
-    window, sliding = config.get("sliding_window"), config.get("use_sliding_window")
-    layer_types = config.get("layer_types")
-    if layer_types is None:
-        first = config.get("max_window_layers", 28) if sliding else num_layers
-        layer_types = (
-            [FULL if i < first else SLIDING for i in range(num_layers)] if _counts(num_layers, first) else None
-        )
-    if isinstance(layer_types, list) and SLIDING in layer_types:
-        if sliding is False:
-            raise LayoutError(
-                f"layer_types has {SLIDING!r}, but use_sliding_window is false, so that readers drop the window "
-                f"(sliding_window is {window!r}); set use_sliding_window to true"
-            )
-        return {"layer_types": layer_types, "sliding_window": window}
-    return {"layer_types": layer_types, "sliding_window": None}
-
-
-def _counts(*values: Any) -> bool:
-    return all(isinstance(value, int) for value in values)
-
-
 def _sinks(fields: Fields, tensors: dict[str, Tensor]) -> bool:
     said, held = fields.get("attention_sink_bias"), any(name.endswith(SINK) for name in tensors)
     if said is not None and bool(said) != held:
@@ -260,7 +266,7 @@ def _sinks(fields: Fields, tensors: dict[str, Tensor]) -> bool:
     return held
 
 
-def _dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[str]) -> str | None:
+def read_dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[str]) -> str | None:
     names = {
         config[name].removeprefix("torch.") for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)
     }
@@ -275,21 +281,17 @@ def _dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[str])
     return held[0]
 
 
-def _refuse_unsupported(config: dict[str, Any], fields: Fields) -> None:
-    wanted: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,), "quantization_config": ()}
-    for name, allowed in wanted.items():
-        value = config.get(name)
+def _refuse_unsupported(fields: Fields) -> None:
+    for name, allowed in _SUPPORTED.items():
+        value = fields.get(name)
         if value is not None and value not in allowed:
             raise LayoutError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed)) or 'none'}")
-    draft_vocabulary, vocabulary = fields.get("draft_vocab_size"), fields.get("vocab_size")
-    if draft_vocabulary is not None and draft_vocabulary != vocabulary:
-        raise LayoutError(
-            f"draft_vocab_size is {draft_vocabulary}, but vocab_size is {vocabulary}; drafts of this layout use the "
-            "target's whole vocabulary"
-        )
+    width, hidden_size = fields.get("target_hidden_size"), fields.get("hidden_size")
+    if width is not None and width != hidden_size:
+        raise LayoutError(f"target_hidden_size is {width!r}, but hidden_size is {hidden_size!r}; allowed: the same")
 
 
-def _written_rope(rope: dict[str, Any]) -> dict[str, Any]:
+def written_rope(rope: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for older readers."""
     partial = rope.get("partial_rotary_factor", 1.0)
     parameters = {name: value for name, value in rope.items() if name != "partial_rotary_factor" or partial != 1.0}

@@ -1,0 +1,64 @@
+"""How files spell each layer's attention: Qwen3's fields, and Model-Optimizer's `use_swa` over them."""
+
+from typing import Any
+
+from draftsmith.layouts.canonical import LayoutError
+from draftsmith.layouts.fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_attention(fields: Fields) -> dict[str, Any]:
+    """The canonical `layer_types`, `sliding_window` and `causal` (each left out where files do not say).
+
+    `use_swa` makes every layer slide where `layer_types` names none that does; the window is `swa_window_size` or
+    `sliding_window`; such layers see the whole block unless `causal` says otherwise. Raises `LayoutError` for
+    contradictions.
+    """
+    attention = _qwen3_layers(fields.top, fields.get("num_hidden_layers"))
+    causal = fields.get("causal", "is_causal")
+    use_swa, swa_window = fields.get("use_swa"), fields.get("swa_window_size")
+    if use_swa not in (None, True, False):
+        raise LayoutError(f"use_swa is {use_swa!r}; allowed: true, false")
+    layer_types = attention["layer_types"]
+    if use_swa and isinstance(layer_types, list) and SLIDING not in layer_types:
+        attention = {"layer_types": [SLIDING] * len(layer_types), "sliding_window": fields.top.get("sliding_window")}
+        causal = False if causal is None else causal
+    if swa_window is not None and SLIDING in (attention["layer_types"] or []):
+        window = attention["sliding_window"]
+        if window is not None and window != swa_window:
+            raise LayoutError(f"swa_window_size is {swa_window!r}, but sliding_window is {window!r}; write it once")
+        attention["sliding_window"] = swa_window
+    return {name: value for name, value in {**attention, "causal": causal}.items() if value is not None}
+
+
+def uniform_kind(config: dict[str, Any]) -> tuple[bool, bool] | None:
+    """(whether the layers slide, whether their slots see no later slots), where all layers of a canonical configuration
+    agree in both; None where they do not."""
+    kinds = {
+        (kind == SLIDING, kind == SLIDING if config.get("causal") is None else config["causal"])
+        for kind in config["layer_types"]
+    }
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _qwen3_layers(config: dict[str, Any], num_layers: Any) -> dict[str, Any]:
+    """layer_types and sliding_window; files without layer_types follow Qwen3's rule for them."""
+    window, sliding = config.get("sliding_window"), config.get("use_sliding_window")
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        first = config.get("max_window_layers", 28) if sliding else num_layers
+        if _counts(num_layers, first):
+            layer_types = [FULL if i < first else SLIDING for i in range(num_layers)]
+    if isinstance(layer_types, list) and SLIDING in layer_types:
+        if sliding is False:
+            raise LayoutError(
+                f"layer_types has {SLIDING!r}, but use_sliding_window is false, so that readers drop the window "
+                f"(sliding_window is {window!r}); set use_sliding_window to true"
+            )
+        return {"layer_types": layer_types, "sliding_window": window}
+    return {"layer_types": layer_types, "sliding_window": None}
+
+
+def _counts(*values: Any) -> bool:
+    return all(isinstance(value, int) and value < 10_000 for value in values)

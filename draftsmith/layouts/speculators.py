@@ -1,0 +1,206 @@
+"""The speculators layout, which vLLM serves by itself: the target's ends inside, taps counted from one (layouts.md)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from draftsmith.layouts.attention_fields import SLIDING, read_attention, uniform_kind
+from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
+from draftsmith.layouts.consumers import VLLM_SPECULATORS
+from draftsmith.layouts.fields import Fields, rope_parameters
+from draftsmith.layouts.variants import refuse
+from draftsmith.layouts.vocabulary import EMBEDDING, HEAD, check_whole_vocabulary
+from draftsmith.layouts.zlab import (
+    FAMILY,
+    NETWORK,
+    canonical_tensors,
+    read_dtype,
+    renamed,
+    without_prefix,
+    written_rope,
+)
+
+TYPE = "speculators_model_type"
+NETWORK_SECTION = "transformer_layer_config"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How one architecture is spelt: `architectures[0]`, and whether the anchor's slot predicts."""
+
+    class_name: str
+    sample_from_anchor: bool
+
+
+_KINDS = {
+    "dflash": _Kind("DFlashSpeculator", False),
+    "dflash2": _Kind("DFlash2DraftModel", False),
+    "dspark": _Kind("DSparkSpeculator", True),
+}
+
+
+class SpeculatorsLayout:
+    """Reads and writes the speculators layout."""
+
+    name = "speculators"
+    writable = True
+
+    def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
+        return TYPE in config
+
+    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
+        """See `Layout.read`; `LayoutError` for a reduced vocabulary, and for what the files do not say."""
+        architecture = config.get(TYPE)
+        if architecture not in _KINDS:
+            raise LayoutError(f"{TYPE} is {architecture!r}; allowed: {', '.join(map(repr, _KINDS))}")
+        kind = _KINDS[architecture]
+        member = next(member for member in FAMILY if member.architecture == architecture)
+        notes: list[str] = []
+        fields = Fields(_with_defaults(config, notes), NETWORK_SECTION)
+        tensors, extras = canonical_tensors(tensors)
+        parts = {without_prefix(name): tensor for name, tensor in extras.items()}
+        check_whole_vocabulary(parts, fields.get("vocab_size"), fields.get("draft_vocab_size"))
+        tensors = renamed(tensors, member.other_names)
+        if fields.get("num_target_layers") is None:
+            raise LayoutError(
+                "num_target_layers is missing, which this layout does not have by itself; add the target's number of "
+                "layers to config.json"
+            )
+        if fields.get("sample_from_anchor") not in (None, kind.sample_from_anchor):
+            raise LayoutError(
+                f"sample_from_anchor is {config['sample_from_anchor']!r}; allowed for {architecture!r}: "
+                f"{kind.sample_from_anchor}"
+            )
+        canonical: dict[str, Any] = {"architecture": architecture}
+        canonical |= {name: fields.get(name) for name in NETWORK}
+        canonical |= {name: fields.get(name) for name in ("block_size", "mask_token_id", "num_target_layers")}
+        canonical["target_layer_ids"] = _from_one(fields.get("aux_hidden_state_layer_ids"))
+        canonical["rope"] = rope_parameters(fields.nested)
+        canonical |= read_attention(Fields(fields.nested, "no_section"))
+        if SLIDING in (canonical.get("layer_types") or []):
+            # Full layers always see the whole block here; the field is about the sliding ones, whose default is to be
+            # causal except in DFlash 2.
+            loose = fields.get("sliding_window_non_causal")
+            loose = architecture == "dflash2" if loose is None else loose
+            canonical["causal"] = False if loose else None
+        else:
+            canonical["causal"] = False
+        canonical["attention_sinks"] = False
+        canonical["dtype"] = read_dtype({**fields.nested, **config}, tensors, notes)
+        if member.read_head is not None:
+            canonical["head"] = member.read_head(fields, tensors)
+        else:
+            canonical["head"] = {name: value for name in member.head if (value := fields.get(name)) is not None}
+        canonical = {name: value for name, value in canonical.items() if value is not None}
+        return CanonicalDraft(canonical, tensors, self.name, sorted(extras), notes, _target_parts(config, parts))
+
+    def write(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetParts | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Layout.write`. Carries the target's embedding and output head, in the draft's dtype."""
+        architecture = config["architecture"]
+        faults = VLLM_SPECULATORS.faults(config)
+        if target is None:
+            faults.append("the target's embedding and output head are part of this layout; name the target")
+        refuse(self.name, faults)
+        assert target is not None
+        kind = _KINDS[architecture]
+        for name, end in (("embedding", target.embedding), ("output head", target.output_head)):
+            wanted = [config["vocab_size"], config["hidden_size"]]
+            if list(end.shape) != wanted:
+                raise LayoutError(f"the target's {name} is {list(end.shape)}; this draft wants {wanted}")
+        slides = uniform_kind(config) or (False, False)
+        sliding = SLIDING in config["layer_types"]
+        network: dict[str, Any] = {"model_type": "qwen3", **{name: config[name] for name in NETWORK}}
+        network |= written_rope(config["rope"])
+        network |= {
+            "dtype": config["dtype"],
+            "layer_types": list(config["layer_types"]),
+            "use_sliding_window": sliding,
+            "sliding_window": config["sliding_window"] if sliding else None,
+            "max_window_layers": config["num_hidden_layers"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+        }
+        block_size = config["block_size"]
+        written = {
+            "architectures": [kind.class_name],
+            TYPE: architecture,
+            "block_size": block_size,
+            "mask_token_id": config["mask_token_id"],
+            "draft_vocab_size": config["vocab_size"],
+            "target_hidden_size": config["hidden_size"],
+            "num_target_layers": config["num_target_layers"],
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
+            "sample_from_anchor": kind.sample_from_anchor,
+            # vLLM takes the opposite of this for the causality of every layer, full ones too.
+            "sliding_window_non_causal": not slides[1],
+            **config["head"],
+            "tie_word_embeddings": False,
+            "dtype": config["dtype"],
+            NETWORK_SECTION: network,
+            "speculators_config": {
+                "algorithm": architecture,
+                "proposal_methods": [
+                    {
+                        "proposal_type": "greedy",
+                        "speculative_tokens": block_size if kind.sample_from_anchor else block_size - 1,
+                        "verifier_accept_k": 1,
+                    }
+                ],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+            },
+        }
+        ends = {EMBEDDING: target.embedding, HEAD: target.output_head}
+        dtype = next(iter(tensors.values())).dtype
+        # A copy each: where the target ties them, two names of one tensor cannot go into one file.
+        return written, {**tensors, **{name: end.detach().to("cpu", dtype, copy=True) for name, end in ends.items()}}
+
+
+def _with_defaults(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The network's section with what its writer leaves out: fields that equal transformers' own defaults."""
+    network = config.get(NETWORK_SECTION)
+    if not isinstance(network, dict) or network.get("model_type", "qwen3") != "qwen3":
+        raise LayoutError(
+            f"{NETWORK_SECTION} is {network!r}; allowed: an object with the fields of a network of model_type 'qwen3'"
+        )
+    from transformers import Qwen3Config
+
+    defaults = Qwen3Config().to_dict()
+    left_out = {name: defaults[name] for name in NETWORK if name not in network}
+    if not {"rope_parameters", "rope_theta", "rope_scaling"} & set(network):
+        left_out["rope_parameters"] = defaults["rope_parameters"]
+    if left_out:
+        values = ", ".join(f"{name} = {value!r}" for name, value in left_out.items())
+        notes.append(f"{NETWORK_SECTION} leaves out {values}, which are the defaults of its writer")
+    return {**config, NETWORK_SECTION: {**network, **left_out}}
+
+
+def _from_one(ids: Any) -> Any:
+    """Layer ids that count the embedding as the first -> tap ids; anything that is no list of ids as it is, for the
+    checks of the configuration."""
+    if not isinstance(ids, list) or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids):
+        return ids
+    if 0 in ids:
+        raise LayoutError(
+            f"aux_hidden_state_layer_ids is {ids}; allowed: ids >= 1, since 0 is the embedding, which drafts do not tap"
+        )
+    return [layer - 1 for layer in ids]
+
+
+def _target_parts(config: dict[str, Any], parts: dict[str, Tensor]) -> TargetParts | None:
+    if EMBEDDING not in parts or HEAD not in parts:
+        return None
+    section = config.get("speculators_config")
+    verifier = section.get("verifier") if isinstance(section, dict) else None
+    said = verifier if isinstance(verifier, dict) else {}
+    name, architectures = said.get("name_or_path"), said.get("architectures")
+    return TargetParts(
+        name if isinstance(name, str) else None,
+        tuple(architectures) if isinstance(architectures, list) else (),
+        parts[EMBEDDING],
+        parts[HEAD],
+    )
