@@ -112,18 +112,67 @@ def train(
 
 @app.command()
 def export(
-    recipe: RecipeArgument,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run directory, a recipe file, or the name of a shipped recipe.")
+    ],
     overrides: OverridesArgument = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="The files' layout: zlab, sglang, speculators (vLLM), modelopt.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The directory to write. Left out: `RUN/draft`.")] = None,
 ) -> None:
     """Writes the trained draft as a directory that other software loads.
 
-    `export.which` picks the `best` or the `last` checkpoint, `export.layout` the files' layout.
+    `export.which` picks the `best` or the `last` checkpoint. What was written is read again and compared, logits
+    included; a README.md says what the draft is and how SGLang and vLLM serve it.
 
-    Example: `draftsmith export my.yaml export.which=last --out my-draft`
+    Example: `draftsmith export runs/demo export.which=last --layout speculators --out my-draft`
     """
-    with _workspace(recipe, overrides) as workspace:
-        workspace.export(out)
+    if not Path(run).is_dir():
+        with _workspace(run, overrides) as workspace:
+            workspace.export(out, layout=layout)
+        return
+    with _reporting(None):
+        from draftsmith.console import start_console
+        from draftsmith.recipe import load_export_options
+        from draftsmith.workspace import export_directory
+
+        start_console()
+        named = [] if layout is None else [f"export.layout={layout}"]
+        export_directory(Path(run), load_export_options([*(overrides or []), *named]), out, say=_say)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A draft directory.")],
+    destination: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    layout: Annotated[str, typer.Option("--layout", help="zlab, sglang, speculators or modelopt.")],
+    source_layout: Annotated[
+        str | None, typer.Option("--from", help="The layout of IN. Left out: recognised from its files.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="The target model, for layouts that carry parts of it (speculators).")
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read .pt and .bin weights (tensors only) where there are no others.")
+    ] = False,
+) -> None:
+    """Writes a draft in another project's layout: the same tensors, bit by bit, and the same meaning.
+
+    Reads z-lab, SGLang, SpecForge, Model-Optimizer, DeepSpec and speculators directories.
+
+    Example: `draftsmith convert my-draft my-draft-vllm --layout speculators --target Qwen/Qwen3-8B`
+    """
+    with _reporting(None):
+        from draftsmith.drafts.convert import convert as convert_draft
+        from draftsmith.drafts.convert import target_parts
+
+        parts = target_parts(target) if target else None
+        converted = convert_draft(
+            source, destination, layout, source_layout=source_layout, target=parts, allow_pickle=allow_pickle
+        )
+        for line in converted.lines():
+            _say(line)
 
 
 @app.command()

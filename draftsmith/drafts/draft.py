@@ -81,9 +81,9 @@ class Draft(nn.Module):
 
         dtype: "auto" keeps the stored one; a name of `DTYPES` or a torch dtype converts the parameters in memory
         (`config.dtype` stays what files hold). strict: unknown configuration fields are errors instead of logged
-        warnings. allow_pickle: as for `layouts.read_directory`. Raises `LayoutError` for files that cannot be read, `DraftConfigError` for a configuration that cannot
-        be right, and `DraftWeightsError`, with every fault at once, for tensors that are missing, not used, of another
-        shape or dtype than the configuration says, or not finite.
+        warnings. allow_pickle: as for `layouts.read_directory`. Raises `LayoutError` for files that cannot be read,
+        `DraftConfigError` for a configuration that cannot be right, and `DraftWeightsError`, with every fault at once,
+        for tensors that are missing, not used, of another shape or dtype than the configuration says, or not finite.
         """
         canonical = read_directory(directory, layout, strict=strict, allow_pickle=allow_pickle)
         for note in canonical.notes:
@@ -94,7 +94,7 @@ class Draft(nn.Module):
         # On the meta device no parameter has a value, so one that nobody loads cannot be used by accident.
         with torch.device("meta"):
             draft = cls(config)
-        _check_weights(draft, canonical.tensors, str(directory))
+        check_weights(draft, canonical.tensors, str(directory))
         wanted = config.torch_dtype if dtype == "auto" else parse_dtype(dtype)
         state = {
             name: canonical.tensors[file_name(name)].to(device=device, dtype=wanted, copy=True)
@@ -113,9 +113,9 @@ class Draft(nn.Module):
     ) -> None:
         """Writes the draft, whole or not at all, in the dtype of `config.dtype`.
 
-        extra_files: further files of the directory, by name. target: what the layout `speculators` carries of the target.
-        Raises `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not be written
-        or the layout cannot express the draft.
+        extra_files: further files of the directory, by name. target: what the layout `speculators` carries of the
+        target. Raises `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not be
+        written or the layout cannot express the draft.
         """
         tensors = {
             file_name(name): parameter.detach().to(device="cpu", dtype=self.config.torch_dtype)
@@ -191,7 +191,9 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _check_weights(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:
+def check_weights(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:
+    """`DraftWeightsError`, with every fault at once, unless tensors (by their canonical names) are exactly those of a draft
+    (which may be on the meta device): none missing or over, shapes and dtypes as configured, all finite."""
     wanted = {file_name(name): parameter for name, parameter in draft.state_dict().items()}
     faults = [f"missing: {name} {list(wanted[name].shape)}" for name in sorted(set(wanted) - set(tensors))]
     faults += [f"not used: {name} {list(tensors[name].shape)}" for name in sorted(set(tensors) - set(wanted))]

@@ -12,7 +12,16 @@ from draftsmith.layouts.speculators import SpeculatorsLayout
 from draftsmith.layouts.variants import DeepSpecLayout, ModelOptimizerLayout, SglangLayout, SpecForgeLayout
 from draftsmith.layouts.zlab import ZlabLayout
 
-__all__ = ["CARRY_TARGET", "LAYOUTS", "WRITABLE", "CanonicalDraft", "LayoutError", "TargetParts", "read_directory", "write_directory"]
+__all__ = [
+    "CARRY_TARGET",
+    "LAYOUTS",
+    "WRITABLE",
+    "CanonicalDraft",
+    "LayoutError",
+    "TargetParts",
+    "read_directory",
+    "write_directory",
+]
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
@@ -30,8 +39,7 @@ LAYOUTS: dict[str, Layout] = {
 WRITABLE = tuple(name for name, layout in LAYOUTS.items() if layout.writable)
 """Names of the layouts that drafts can be written in."""
 
-
-CARRY_TARGET = ("speculators",)
+CARRY_TARGET = tuple(name for name, layout in LAYOUTS.items() if layout.carries_target)
 """Names of the layouts whose files hold the target's embedding and output head."""
 
 
@@ -41,9 +49,9 @@ def read_directory(
     """Reads a draft directory, recognising its layout from its files unless told.
 
     strict: fields of the draft's section that nothing uses are errors (training input); otherwise they become notes
-    (other people's drafts). allow_pickle: weights may be a .pt or .bin file where there are no safetensors; only tensors
-    and plain containers are taken from it. Raises `LayoutError` for whatever is missing, damaged, contradictory or
-    unknown.
+    (other people's drafts). allow_pickle: weights may be a .pt or .bin file where there are no safetensors; only
+    tensors and plain containers are taken from it. Raises `LayoutError` for whatever is missing, damaged, contradictory
+    or unknown.
     """
     directory = Path(path)
     config = files.read_config(directory)

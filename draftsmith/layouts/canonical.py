@@ -50,6 +50,7 @@ class Layout(Protocol):
 
     name: str
     writable: bool
+    carries_target: bool
 
     def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
         """Whether a directory is of this layout, from its `config.json` and the names of its files."""

@@ -45,6 +45,7 @@ class SpeculatorsLayout:
 
     name = "speculators"
     writable = True
+    carries_target = True
 
     def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
         return TYPE in config

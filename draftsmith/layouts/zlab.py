@@ -116,6 +116,7 @@ class ZlabLayout:
 
     name = "zlab"
     writable = True
+    carries_target = False
 
     def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
         return SECTION in config

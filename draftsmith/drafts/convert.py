@@ -1,0 +1,90 @@
+"""A draft from one layout of files into another, bit by bit."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft, check_weights
+from draftsmith.errors import DraftsmithError
+from draftsmith.layouts import TargetParts, read_directory, write_directory
+from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.location import locate, read_config
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` did: the layouts it read and wrote, how many tensors the draft has, the names of tensors that are not
+    the draft's (not taken over), and what else the reader noted."""
+
+    source_layout: str
+    layout: str
+    architecture: str
+    tensors: int
+    ignored: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The same for a reader, one fact a line."""
+        said = [f"{self.architecture} draft of {self.tensors} tensors: {self.source_layout} -> {self.layout}"]
+        if self.ignored:
+            said.append(f"not the draft's own: {', '.join(self.ignored)}")
+        return said + self.notes
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    layout: str,
+    *,
+    source_layout: str | None = None,
+    target: TargetParts | None = None,
+    allow_pickle: bool = False,
+) -> Converted:
+    """Reads a draft directory of any readable layout and writes it in `layout`, whole or not at all.
+
+    source_layout: None: recognised from the files. target: for layouts that carry parts of it; left out, those that the
+    source carries are taken over. allow_pickle: as for `layouts.read_directory`. What is written is read again: its
+    tensors are the source's bit by bit, and its configuration means the same. Raises `LayoutError`, `DraftConfigError` or
+    `DraftWeightsError` for a source that is not a sound draft, before anything is written, and `LayoutError` for a draft
+    that `layout` cannot express.
+    """
+    if Path(source).resolve() == Path(destination).resolve():
+        raise DraftsmithError(
+            f"{destination} is both what is read and what is written; give another directory to write"
+        )
+    read = read_directory(source, source_layout, allow_pickle=allow_pickle)
+    config = DraftConfig.parse(read.config)
+    with torch.device("meta"):
+        check_weights(Draft(config), read.tensors, str(source))
+    write_directory(destination, layout, config.to_dict(), read.tensors, target=target or read.target)
+    again = read_directory(destination, layout)
+    differing = [
+        name for name, value in meaning(DraftConfig.parse(again.config)).items() if meaning(config)[name] != value
+    ]
+    differing += [name for name, tensor in read.tensors.items() if not torch.equal(again.tensors[name], tensor)]
+    if differing:
+        raise DraftsmithError(
+            f"{destination} does not read back as {source}; do not use it. What differs: {', '.join(differing)}"
+        )
+    return Converted(read.layout, layout, config.architecture, len(read.tensors), read.ignored, read.notes)
+
+
+def meaning(config: DraftConfig) -> dict[str, Any]:
+    """What a configuration says, whatever its spelling: who sees whom instead of the fields that make it up, and heads
+    with their defaults."""
+    spelt = {"layer_types", "sliding_window", "causal", "head"}
+    fields = {name: getattr(config, name) for name in type(config).model_fields if name not in spelt}
+    return {**fields, "attention": config.attention_kinds, "head": config.head_config}
+
+
+def target_parts(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetParts:
+    """What layouts may carry of the target at `path`: its name, embedding and output head (no other weight is read).
+
+    Raises `DraftsmithError` for a path without a model.
+    """
+    ends = TargetEnds.load(path, revision=revision, trust_remote_code=trust_remote_code)
+    architectures = read_config(locate(path), revision, trust_remote_code).architectures
+    return TargetParts(path, tuple(architectures or ()), ends.embedding_weight, ends.head_weight)
