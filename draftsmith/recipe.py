@@ -17,6 +17,7 @@ from draftsmith.bench.options import BenchOptions
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.data.options import DataOptions
 from draftsmith.errors import DraftsmithError
+from draftsmith.export.options import ExportOptions
 from draftsmith.regenerate import RegenerateOptions
 from draftsmith.targets.gguf import demo_target_path
 from draftsmith.targets.options import TargetOptions
@@ -34,13 +35,6 @@ class Section(BaseModel):
     """Base of the sections that the recipe itself owns: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ExportOptions(Section):
-    """What `export` writes: the run's `best` (lowest evaluation loss) or `last` checkpoint, and in which layout."""
-
-    which: Literal["best", "last"] = "best"
-    layout: str = "zlab"
 
 
 class Recipe(Section):
@@ -119,6 +113,25 @@ def parse_recipe(fields: Any, source: str = "recipe") -> Recipe:
     except ValidationError as error:
         faults = explain(error, Recipe)
         raise DraftsmithError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults)) from error
+
+
+def load_export_options(overrides: Sequence[str]) -> ExportOptions:
+    """The `export` section from overrides alone (`export.which=last`), for runs whose recipe is not at hand.
+
+    Raises `DraftsmithError` as `load_recipe` does; overrides of other sections are unknown keys.
+    """
+    config = OmegaConf.create({})
+    for override in overrides:
+        config = _apply(config, override)
+    try:
+        return _ExportOnly.model_validate(OmegaConf.to_container(config, resolve=True)).export
+    except ValidationError as error:
+        faults = "\n".join(f"  {fault}" for fault in explain(error, _ExportOnly))
+        raise DraftsmithError(f"overrides of a run directory's export:\n{faults}") from error
+
+
+class _ExportOnly(Section):
+    export: ExportOptions = ExportOptions()
 
 
 def shipped_recipes() -> list[str]:

@@ -55,6 +55,11 @@ class Stamps:
         self._write(stage, settings, finished=True)
         return True
 
+    def finished(self, stage: str) -> dict[str, Any] | None:
+        """The settings that a finished stage was done with; None for one that is not finished."""
+        stamp = self._read(stage)
+        return stamp["settings"] if stamp is not None and stamp["finished"] else None
+
     def forget(self, stage: str, outputs: Sequence[Path]) -> None:
         """Removes a stage's stamp and outputs."""
         self._path(stage).unlink(missing_ok=True)

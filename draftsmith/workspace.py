@@ -21,6 +21,9 @@ from draftsmith.data.tokenize import TokenizeReport, tokenize_all
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.export.fingerprint import directory_fingerprint
+from draftsmith.export.options import ExportOptions
+from draftsmith.export.run import export_run
 from draftsmith.features.reader import Store
 from draftsmith.outline import TargetOutline, provenance
 from draftsmith.progress import Progress
@@ -28,9 +31,10 @@ from draftsmith.recipe import Recipe
 from draftsmith.regenerate import regenerate
 from draftsmith.stamps import Stamps, file_digest
 from draftsmith.targets.description import TargetDescription
+from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
 from draftsmith.training.checkpoint import RunCheckpoints
-from draftsmith.training.record import CHECKPOINTS, find_checkpoint, load_run
+from draftsmith.training.record import CHECKPOINTS, RECORD_FILE
 from draftsmith.training.run import train
 from draftsmith.training.start import find_start
 from draftsmith.training.warm_start import read_warm_start
@@ -190,13 +194,11 @@ class Workspace:
             self.say(f"warning: {line}")
         start.check(recipe.draft.model_dump(mode="json"), recipe.train.model_dump(mode="json"))
 
-    def export(self, out: Path | None = None) -> None:
-        """The chosen run checkpoint -> a draft directory."""
+    def export(self, out: Path | None = None, *, layout: str | None = None) -> None:
+        """The chosen run checkpoint -> a draft directory, read again and compared. `layout` replaces the recipe's."""
         recipe = self.recipe
-        directory = out or recipe.draft_directory
-        checkpoint = find_checkpoint(recipe.training, recipe.export.which)
-        load_run(recipe.training, recipe.export.which).save(directory, layout=recipe.export.layout)
-        self.say(f"draft: step {checkpoint.position.step:,} in layout {recipe.export.layout} at {directory}")
+        options = recipe.export if layout is None else recipe.export.model_copy(update={"layout": layout})
+        export_directory(recipe.run, options, out, say=self.say, target=recipe.target)
 
     def bench(self, *, draft: Path | None = None, fresh: bool = False) -> BenchReport:
         """Accept length, speed and equality on `bench.prompts` -> `bench.json`, `bench.html`."""
@@ -218,7 +220,7 @@ class Workspace:
             write_report(report, recipe.bench_json, recipe.bench_page)
 
         settings = {
-            "draft": {path.name: file_digest(path) for path in sorted(directory.iterdir()) if path.is_file()},
+            "draft": directory_fingerprint(directory),
             "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
             **self._settings("target", "bench"),
             "data": self._template_settings(),
@@ -281,6 +283,32 @@ class Workspace:
             self.stamps.forget(stage, [output])
         if not self.stamps.perform(stage, settings, [output], work, **options):
             self.say(f"{stage}: done already with these settings ({output})")
+
+
+def export_directory(
+    run: Path,
+    options: ExportOptions,
+    out: Path | None,
+    *,
+    say: Callable[[str], object],
+    target: TargetOptions | None = None,
+) -> None:
+    """The export of a run directory (or of the training directory inside one), for which its recipe is not needed.
+
+    out None: `draft/` in the run directory. target None: where the run's features came from. The card names the accept
+    length of the run's benchmark if that measured these very weights.
+    """
+    training = run if (run / RECORD_FILE).is_file() else run / "train"
+    run = training.parent
+    directory = out or run / "draft"
+    measured: dict[str, float] = {}
+    bench = Stamps(run, redo=False).finished("bench")
+    if bench is not None and (run / "bench.json").is_file():
+        length = read_report(run / "bench.json").accept_length
+        if length is not None:
+            measured[str(bench["draft"])] = length
+    exported = export_run(training, options, directory, target=target, measured=measured)
+    say(f"draft: step {exported.step:,} in layout {options.layout} at {directory}; reads back as it was written")
 
 
 def _effective(value: Any) -> Any:

@@ -1,0 +1,85 @@
+"""The README.md of an exported draft: what it is, what it learnt from, how it measures, how it is served."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.export.serve import is_hub_id, serve_commands
+from draftsmith.training.record import RunRecord
+from draftsmith.training.sums import Averages
+
+CARD_FILE = "README.md"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the card says of the training: the run's record, the step of the checkpoint, its held-out averages (None:
+    not evaluated there), and the accept length that `bench` measured with these very weights (None: not measured)."""
+
+    record: RunRecord
+    step: int
+    evaluation: Averages | None
+    measured_accept_length: float | None
+
+
+def model_card(config: DraftConfig, layout: str, target: str, directory: str, training: Training) -> str:
+    """The card in Markdown. config: as written; target: hub id or path; directory: where the draft is served from."""
+    method = algorithm(training.record.draft_section["algorithm"])
+    rows = _facts(config, layout, target, training)
+    lines = [
+        *_front_matter(target, method.name),
+        f"# {method.name} draft for {target}",
+        "",
+        f"{method.summary} ({method.paper}), for lossless speculative decoding. The draft has no vocabulary of its own: "
+        f"it works with {target} only.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in rows.items()),
+        "",
+        "## Serving",
+    ]
+    for server, command in serve_commands(config, layout, target, directory).items():
+        lines += ["", f"{server}:", ""]
+        lines += [command] if command.startswith("Not ") else ["```bash", command, "```"]
+    if config.rope.type == "yarn":
+        lines += [
+            "",
+            f"The draft's positions are scaled with YaRN (factor {config.rope.factor}); the commands scale the "
+            f"target's alike, with rope_theta {config.rope.theta}, which has to be the target's own.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(config: DraftConfig, layout: str, target: str, training: Training) -> dict[str, Any]:
+    record = training.record
+    source = record.target
+    revision = f", revision {source['revision']}" if source.get("revision") else ""
+    started = record.draft_section.get("init_from")
+    return {
+        "method": record.draft_section["algorithm"],
+        "target": f"{target}{revision} (config {source['config_hash'][:12]}, weights {source['weights_hash'][:12]})",
+        "training data": f"feature store {record.store[:12]}",
+        "training steps": f"{training.step:,}",
+        "started from": started or "fresh weights",
+        "accept length, measured": _length(training.measured_accept_length),
+        "accept length, held-out documents (teacher-forced)": _length((training.evaluation or {}).get("accept_length")),
+        "block size": config.block_size,
+        "layers": config.num_hidden_layers,
+        "tapped layers of the target": f"{', '.join(map(str, config.target_layer_ids))} of {config.num_target_layers}",
+        "mask token": config.mask_token_id,
+        "positions": f"{config.max_position_embeddings:,}",
+        "dtype": config.dtype,
+        "layout": layout,
+    }
+
+
+def _length(value: Any) -> str:
+    return "not measured" if value is None else f"{value:.2f} tokens a verify"
+
+
+def _front_matter(target: str, method: str) -> list[str]:
+    """What model hubs read of a card; a target that is a path on some disk means nothing to them."""
+    base = [f"base_model: {target}"] if is_hub_id(target) else []
+    return ["---", *base, "tags:", "- speculative-decoding", f"- {method}", "---", ""]

@@ -1,0 +1,82 @@
+"""What was written is read again and compared with what was to be written, bit by bit."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.decoding.cache import block_attention
+from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
+from draftsmith.export.fingerprint import meaning
+from draftsmith.targets.ends import TargetEnds
+
+_CONTEXT = 11
+_ROWS = 2
+
+
+def verify_export(directory: Path, draft: Draft, ends: TargetEnds | None = None, *, seed: int = 0) -> None:
+    """Reads the draft at `directory` and compares with `draft` (in its export dtype, on the CPU): configuration,
+    every tensor, and the logits of a block after random features, of every slot and of every token that the method's
+    own proposer chooses from.
+
+    ends: the target's; None: random ones, since files without the target's ends depend on them alike. Raises
+    `DraftsmithError` naming what differs.
+    """
+    written = Draft.load(directory).eval()
+    wanted_fields, found_fields = meaning(draft.config), meaning(written.config)
+    faults = [
+        f"{name}: {wanted!r} was to be written, {found_fields[name]!r} is read"
+        for name, wanted in wanted_fields.items()
+        if wanted != found_fields[name]
+    ]
+    if not faults:
+        tensors = written.state_dict()
+        faults = [name for name, tensor in draft.state_dict().items() if not torch.equal(tensor, tensors[name])]
+    if not faults:
+        ends = ends or _random_ends(draft, seed)
+        wanted, found = (block_logits(each, ends, seed) for each in (draft, written))
+        faults = [f"logits of {name}" for name in wanted if not torch.equal(wanted[name], found[name])]
+    if faults:
+        raise DraftsmithError(
+            f"{directory} was written, but does not read back as the run's draft; do not use it. What differs:\n"
+            + "\n".join(f"  {fault}" for fault in faults)
+        )
+
+
+@torch.no_grad()
+def block_logits(draft: Draft, ends: TargetEnds, seed: int) -> dict[str, Tensor]:
+    """Logits of one block a row on random features and tokens: `slots` [rows, B, V], the target's head on every slot;
+    `choice N` [rows, V], what the method's proposer chose its N-th token from (methods that choose slot by slot);
+    `proposals` [rows, P], the tokens themselves."""
+    config = draft.config
+    generator = torch.Generator().manual_seed(seed)
+    width = len(config.target_layer_ids) * config.hidden_size
+    features = torch.randn(_ROWS, _CONTEXT, width, generator=generator).to(draft.dtype)
+    anchors = torch.tensor([_CONTEXT, _CONTEXT - 4])
+    block = torch.full((_ROWS, config.block_size), config.mask_token_id)
+    block[:, 0] = torch.randint(config.vocab_size, (_ROWS,), generator=generator)
+    positions = anchors[:, None] + torch.arange(config.block_size)
+
+    context = draft.context_keys_values(features, torch.arange(_CONTEXT).expand(_ROWS, -1))
+    attend = block_attention(anchors, _CONTEXT, config.block_size, draft.attention_kinds)
+    hidden = draft(ends.embedding_rows(block)[:, None], positions[:, None], context, attend)[:, 0]  # [rows, B, H]
+
+    seen = {"slots": draft.logits(hidden, ends)}
+
+    def choose(logits: Tensor, draw: int) -> tuple[Tensor, None]:
+        seen[f"choice {draw}"] = logits
+        return logits.argmax(-1), None
+
+    proposals = algorithm_for(config).proposer(draft, ends).propose(hidden, block[:, 0], choose)
+    return {**seen, "proposals": proposals.token_ids}
+
+
+def _random_ends(draft: Draft, seed: int) -> TargetEnds:
+    """Ends of the draft's shape and dtype, one matrix for both."""
+    config = draft.config
+    generator = torch.Generator().manual_seed(seed + 1)
+    weight = torch.empty(config.vocab_size, config.hidden_size, dtype=draft.dtype)
+    weight.normal_(std=config.hidden_size**-0.5, generator=generator)
+    return TargetEnds(weight, weight)
