@@ -73,8 +73,8 @@ def result_table(report: BenchReport) -> Table:
     table.add_column(justify="right")
     for label, value in summary_rows(report):
         table.add_row(label, value)
-    for category, value in report.accept_length_by_category.items():
-        table.add_row(f"  accept length, {category}", f"{value:.2f}")
+    for category, mean in report.accept_length_by_category.items():
+        table.add_row(f"  accept length, {category}", f"{mean:.2f}")
     return table
 
 
