@@ -198,10 +198,17 @@ class Facts:
 def test_recipes_are_found_by_name_and_all_load():
     assert {"smollm2-dflash", "qwen3-4b-dflash", "qwen3-8b-dflash"} <= set(shipped_recipes())
     for name in shipped_recipes():
-        if name != "smollm2-dflash":  # names an installed package's file
-            load_recipe(name)
+        load_recipe(name, ["target.path=elsewhere"])  # some name an installed package's file
     assert load_recipe("smollm2-dflash", ["target.path=elsewhere"]).target.path == "elsewhere"
     assert find_recipe("qwen3-8b-dflash").name == "qwen3-8b-dflash.yaml"
+
+
+@pytest.mark.parametrize("base", ["smollm2-dflash", "qwen3-8b-dflash"])
+def test_finetuning_recipes_say_where_to_start_and_leave_the_shape_to_the_checkpoint(base):
+    recipe = load_recipe(f"{base}-finetune", ["target.path=elsewhere"])
+    assert recipe.draft.init_from == str(load_recipe(base, ["target.path=elsewhere"]).draft_directory)
+    assert recipe.draft.model_fields_set == {"algorithm", "init_from", "objective"}
+    assert recipe.train.lr == 1e-4
 
 
 @pytest.mark.parametrize(
