@@ -1,11 +1,14 @@
 """The stages of one run, each a method: what they read and write, and when they need not run again."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.registry import algorithm
@@ -21,10 +24,13 @@ from draftsmith.data.tokenize import TokenizeReport, tokenize_all
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.evaluate import by_generating
 from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions
 from draftsmith.export.run import export_run
 from draftsmith.features.reader import Store
+from draftsmith.features.schema import CaptureLayout
+from draftsmith.online import OnlineFeatures
 from draftsmith.outline import TargetOutline, provenance
 from draftsmith.progress import Progress
 from draftsmith.recipe import Recipe
@@ -113,22 +119,11 @@ class Workspace:
     def capture(self, *, fresh: bool = False) -> None:
         """Conversations through the target -> the feature store `features/`."""
         recipe, directory = self.recipe, self.recipe.features
-        source = recipe.data.conversations or recipe.answers
-        if not source.is_file():
-            where = "data.conversations" if recipe.data.conversations else "the answers of this run"
-            raise DraftsmithError(
-                f"there is no file {source} ({where}); run `draftsmith regenerate` first, or name conversations in "
-                "data.conversations"
-            )
+        source = self._conversations_file()
         conversations = read_conversations(source)
 
         def work() -> None:
-            init_from = recipe.draft.init_from
-            warm = read_warm_start(init_from) if init_from else None
-            config = draft_config(recipe.draft, self.target, warm.config if warm else None)
-            if warm is not None:
-                warm.check(config)  # rather before hours of capture than after them
-            layout = algorithm(recipe.draft.algorithm).capture(config)
+            layout = self._capture_layout()
             samples, tokenized = tokenize_all(conversations, self.target.tokenizer, recipe.data)
             self.say(_tokenize_line(tokenized))
             origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
@@ -137,15 +132,15 @@ class Workspace:
                 self.say(f"features: {line}")
 
         settings = {
-            "conversations": file_digest(source),
             "draft": recipe.draft.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
             **self._settings("target", "capture"),
-            "data": _effective(recipe.data.model_dump(mode="json", exclude={"prompts", "conversations"})),
+            **self._data_settings(),
         }
         self._perform("capture", settings, directory, work, fresh=fresh)
 
     def train(self, *, resume: bool = False, fresh: bool = False) -> None:
-        """The feature store -> run checkpoints below `train/`; `resume` goes on from the last of them (a workspace that
+        """The feature store, or with `train.features: online` the conversations and the target -> run checkpoints below
+        `train/`; `resume` goes on from the last of them (a workspace that
         may redo stages also goes on by itself where an interrupted training has the same settings).
 
         Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
@@ -153,9 +148,15 @@ class Workspace:
         recipe, directory = self.recipe, self.recipe.training
         if fresh and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
-        store = Store.open(recipe.features)
+        online = recipe.train.features == "online"
+        store = None if online else Store.open(recipe.features)
 
         def work() -> None:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # where `cuda` then means
+            source = store if store is not None else self._online_features()
+            busy = source.busy if isinstance(source, OnlineFeatures) else None
+            evaluate = self._evaluation_by_generating(busy) if recipe.train.eval_prompts else None
             outline = TargetOutline.of(self.target) if "target" in vars(self) else TargetOutline.load(recipe.target)
             origin = provenance(outline, outline.tokenizer, recipe.data)
             unfinished = RunCheckpoints(directory / CHECKPOINTS).latest() is not None
@@ -163,7 +164,7 @@ class Workspace:
                 draft_section=recipe.draft,
                 target=outline,
                 ends=outline.ends,
-                store=store,
+                store=source,
                 run_dir=directory,
                 options=recipe.train,
                 track=recipe.track,
@@ -171,13 +172,20 @@ class Workspace:
                 tokenizer_identity=origin.tokenizer,
                 resume=resume or (self.stamps.redo and unfinished),
                 progress=self.progress,
+                evaluate_generate=evaluate,
             )
+            if isinstance(source, OnlineFeatures):
+                source.close()
             if result.interrupted_by is not None:
                 self.say(f"training: stopped at step {result.step} of {result.total_steps} and saved; --resume goes on")
                 raise KeyboardInterrupt
             self.say(f"training: {result.step:,} steps; checkpoints and metrics in {directory}")
 
-        settings = {"features": file_digest(recipe.features / "manifest.json"), **self._settings("draft", "train")}
+        settings = self._settings("draft", "train")
+        if online:
+            settings |= {**self._settings("target", "capture"), **self._data_settings()}
+        else:
+            settings |= {"features": file_digest(recipe.features / "manifest.json")}
         self._perform("train", settings, directory, work, fresh=fresh, keep_changed=resume)
 
     def plan_training(self, *, resume: bool = False) -> None:
@@ -248,6 +256,60 @@ class Workspace:
         detail = "" if plain or accepted is None else f", accept length {accepted:.2f}"
         self.say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s{detail}")
         return generations
+
+    # --- inputs of stages --------------------------------------------------------------------------------------------
+
+    def _conversations_file(self) -> Path:
+        source = self.recipe.data.conversations or self.recipe.answers
+        if not source.is_file():
+            where = "data.conversations" if self.recipe.data.conversations else "the answers of this run"
+            raise DraftsmithError(
+                f"there is no file {source} ({where}); run `draftsmith regenerate` first, or name conversations in "
+                "data.conversations"
+            )
+        return source
+
+    def _data_settings(self) -> dict[str, Any]:
+        """What decides the samples."""
+        data = self.recipe.data.model_dump(mode="json", exclude={"prompts", "conversations"})
+        return {"conversations": file_digest(self._conversations_file()), "data": _effective(data)}
+
+    def _capture_layout(self) -> CaptureLayout:
+        """The features that training this recipe's draft needs."""
+        section = self.recipe.draft
+        warm = read_warm_start(section.init_from) if section.init_from else None
+        config = draft_config(section, self.target, warm.config if warm else None)
+        if warm is not None:
+            warm.check(config)  # rather before hours of capture than after them
+        return algorithm(section.algorithm).capture(config)
+
+    def _online_features(self) -> OnlineFeatures:
+        """The target, to be asked for features while training."""
+        recipe, cache = self.recipe, self.recipe.train.online.cache
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if cache is not None and processes > 1:
+            raise DraftsmithError(
+                f"train.online.cache is {cache!r} with {processes} processes, and one process fills a cache; leave it "
+                "out, or run `draftsmith capture` and train with train.features=store"
+            )
+        samples, tokenized = tokenize_all(
+            read_conversations(self._conversations_file()), self.target.tokenizer, recipe.data
+        )
+        self.say(_tokenize_line(tokenized))
+        origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
+        return OnlineFeatures(self.target, samples, self._capture_layout(), recipe.capture, origin, cache=cache)
+
+    def _evaluation_by_generating(self, busy: threading.Lock | None) -> Callable[[Draft], dict[str, float]]:
+        """The engine on the first `train.eval_prompts` of the held-out prompts."""
+        recipe = self.recipe
+        prompts = _prompts(recipe.bench.prompts, "heldout")[: recipe.train.eval_prompts]
+        return by_generating(
+            self.target,
+            [self._bench_prompt(prompt).token_ids for prompt in prompts],
+            max_new_tokens=recipe.train.eval_prompt_tokens,
+            stop_token_ids=self.stop_ids,
+            busy=busy,
+        )
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

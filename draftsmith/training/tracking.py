@@ -87,8 +87,10 @@ class RunLog:
         self.accelerator.log(_scalars(kind, values), step=step)
 
     def close(self) -> None:
+        """Finish the trackers' runs. The process group stays: another run of the same processes may follow."""
         if self.accelerator.is_main_process:
-            self.accelerator.end_training()
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from draftsmith.features.identity import target_identity
 from draftsmith.features.manifest import StoreHeader
 from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
-from draftsmith.features.schema import TAPS, CaptureLayout
+from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.targets.target import Target
 from draftsmith.training.options import TrackOptions, TrainOptions
@@ -20,6 +20,16 @@ MASK = 18
 SYMBOLS = 16
 TAP_IDS = (1, 2)
 QUIET = TrackOptions(console=False, tensorboard=False, every=1)
+
+
+BASE: dict[str, Any] = {
+    "mask_token_id": MASK,
+    "block_size": 4,
+    "num_hidden_layers": 1,
+    "target_layer_ids": TAP_IDS,
+    "dtype": "float32",
+}
+"""What the `draft` sections of these tests share."""
 
 
 def counting_target() -> Target:
@@ -38,39 +48,32 @@ def counting_store(
     unsupervised: tuple[int, ...] = (),
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    final_state: bool = False,
 ) -> Store:
     """Documents of 9 to 23 tokens: a prompt token, then 0, 1, ..., SYMBOLS-1, 0, ... from a random start. The documents
     numbered in `unsupervised` have an empty loss mask."""
     generator = torch.Generator().manual_seed(seed)
-    layout = CaptureLayout(TAP_IDS, target.hidden_size, final_state=False, dtype=dtype)
+    layout = CaptureLayout(TAP_IDS, target.hidden_size, final_state=final_state, dtype=dtype)
     with StoreWriter(directory, StoreHeader.for_layout(layout, identity_of(target), None)) as writer:
         for number in range(documents):
             length = int(torch.randint(9, 24, (), generator=generator))
             start = int(torch.randint(SYMBOLS, (), generator=generator))
             ids = (torch.arange(length) + start) % SYMBOLS
             ids[0] = SYMBOLS + 1
-            states = target.forward(ids[None], torch.arange(length)[None], tap_ids=TAP_IDS, final_state=False)
+            states = target.forward(ids[None], torch.arange(length)[None], tap_ids=TAP_IDS, final_state=final_state)
             mask = torch.ones(length, dtype=torch.bool)
             mask[0] = False
             if number in unsupervised:
                 mask[:] = False
-            assert states.taps is not None
-            writer.add(Record(f"doc-{number}", ids, mask, {TAPS: states.taps[0].to(dtype)}))
+            features = {TAPS: states.taps, FINAL_STATE: states.final_state}
+            kept = {name: tensor[0].to(dtype) for name, tensor in features.items() if tensor is not None}
+            writer.add(Record(f"doc-{number}", ids, mask, kept))
     finish_store(directory)
     return Store.open(directory)
 
 
 def section(**fields: Any) -> DFlashSection:
-    return DFlashSection(
-        **{
-            "mask_token_id": MASK,
-            "block_size": 4,
-            "num_hidden_layers": 1,
-            "target_layer_ids": TAP_IDS,
-            "dtype": "float32",
-            **fields,
-        }
-    )
+    return DFlashSection(**{**BASE, **fields})
 
 
 def options(**fields: Any) -> TrainOptions:

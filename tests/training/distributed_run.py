@@ -1,31 +1,56 @@
-"""Run by torchrun: trains the counting language in this process group. Arguments: store, run directory, options as
-JSON."""
+"""Run by torchrun, or called in one process: trains the counting language once for every job.
+
+Argument: a JSON file with a list of jobs, each the keywords of `train_job`.
+"""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from draftsmith.errors import DraftsmithError
 from draftsmith.features.reader import Store
+from draftsmith.recipe import parse_recipe
 from draftsmith.training.options import TrainOptions
-from draftsmith.training.run import train
-from tests.training.counting import QUIET, counting_target, section
+from draftsmith.training.run import TrainResult, train
+from tests.training.counting import BASE, QUIET, counting_target
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    store, run_dir, options = sys.argv[1:4]
+def train_job(
+    *,
+    store: str,
+    run_dir: str,
+    options: dict[str, Any],
+    draft: dict[str, Any] | None = None,
+    resume: bool = False,
+    every: int = 1,
+) -> TrainResult:
+    """draft: fields of the recipe's `draft` section, over those of all tests."""
     target = counting_target()
-    train(
-        draft_section=section(),
+    fields = {"run": "run", "target": {"path": "counting"}, "draft": {"algorithm": "dflash", **BASE, **(draft or {})}}
+    return train(
+        draft_section=parse_recipe(fields).draft,
         target=target,
         ends=target.ends,
         store=Store.open(store),
         run_dir=Path(run_dir),
-        options=TrainOptions(**json.loads(options)),
-        track=QUIET,
+        options=TrainOptions(**options),
+        track=QUIET.model_copy(update={"every": every}),
+        resume=resume,
     )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            print("done", train_job(**job).step, flush=True)
+        except DraftsmithError as error:
+            print("error", error, flush=True)
+            raise SystemExit(1) from None
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""An evaluation during training by the real engine: what a draft would do if it were served as it is."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from draftsmith.decoding.generate import generate
+from draftsmith.drafts.draft import Draft
+from draftsmith.targets.target import Target
+
+
+def by_generating(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int] = (),
+    busy: threading.Lock | None = None,
+) -> Callable[[Draft], dict[str, float]]:
+    """A function for `train(evaluate_generate=...)`: greedy answers to `prompts` (token ids), decoded speculatively.
+
+    It returns `accept_length`, the tokens committed per verify over all of them, and `tokens`, how many were made; just
+    `tokens` where no verify ran. busy: held while the target runs, where another thread uses it too.
+    """
+    turn: AbstractContextManager[object] = busy if busy is not None else nullcontext()
+
+    def evaluate(draft: Draft) -> dict[str, float]:
+        served = draft.to(target.device, target.dtype)
+        with turn:
+            answers = generate(
+                target,
+                served,
+                [list(prompt) for prompt in prompts],
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=tuple(stop_token_ids),
+            )
+        lengths = [length for answer in answers for length in answer.accept_lengths]
+        numbers = {"tokens": float(sum(len(answer.token_ids) for answer in answers))}
+        return {"accept_length": sum(lengths) / len(lengths), **numbers} if lengths else numbers
+
+    return evaluate
