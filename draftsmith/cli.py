@@ -251,14 +251,23 @@ def schema() -> None:
 
 
 @app.command()
-def algorithms() -> None:
-    """Lists the methods that `draft.algorithm` may name.
+def algorithms(
+    recipe: Annotated[
+        str | None, typer.Option(help="Compare in the dimensions of this recipe's draft. Left out: Qwen3-8B's.")
+    ] = None,
+    overrides: OverridesArgument = None,
+) -> None:
+    """Lists the methods that `draft.algorithm` may name, and what each stores, proposes and adds to the draft.
 
-    Example: `draftsmith algorithms`
+    Example: `draftsmith algorithms --recipe smollm2-dflash`
     """
-    from draftsmith.inspect import algorithm_table
+    with _reporting(None):
+        from draftsmith.inspect import algorithm_table
+        from draftsmith.recipe import load_recipe
 
-    Console().print(algorithm_table())
+        if recipe is None and overrides:
+            raise DraftsmithError(f"{overrides[0]!r} overrides a recipe, and none is given; name it with --recipe")
+        Console().print(algorithm_table(None if recipe is None else load_recipe(recipe, overrides or [])))
 
 
 def _say(line: str) -> None:

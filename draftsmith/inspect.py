@@ -1,19 +1,26 @@
 """Says what a directory of draftsmith holds."""
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from draftsmith.algorithms.build import draft_config
+from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
+from draftsmith.drafts.config import DTYPES, DraftConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
 from draftsmith.layouts import read_directory
+from draftsmith.recipe import Recipe
+from draftsmith.targets.location import locate, read_config
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, read_record
+from draftsmith.training.warm_start import read_warm_start
 
 STAGES = "stages"
 
@@ -145,11 +152,64 @@ def size(count: float) -> str:
     return f"{count:.2f} TB"
 
 
-def algorithm_table() -> Table:
-    """Every method with its name, summary and source."""
-    table = Table(show_lines=False)
-    for column in ("draft.algorithm", "what it is", "source"):
+def algorithm_table(recipe: Recipe | None = None) -> Table:
+    """Every method, and what it costs in the dimensions of a recipe's draft (None: the published one of Qwen3-8B).
+
+    Reads no weights. Raises `DraftsmithError` as `draft_config` does, and where a method's head does not fit.
+    """
+    base = QWEN3_8B if recipe is None else recipe_draft(recipe)
+    dtype = DTYPES["bfloat16" if recipe is None else recipe.capture.dtype]
+    of = "Qwen3-8B" if recipe is None else recipe.target.path
+    shape = f"{base.num_hidden_layers} layers, hidden {base.hidden_size}, block {base.block_size}"
+    table = Table(title=f"Methods, for a draft of {of}: {shape}", title_justify="left", show_lines=False)
+    table.add_column("draft.algorithm", no_wrap=True)
+    for column in ("what it is", "source"):
         table.add_column(column)
+    for column in ("stored a token", "proposed a block", "parameters", "of which its own"):
+        table.add_column(column, justify="right")
     for method in all_algorithms():
-        table.add_row(method.name, method.summary, method.paper)
+        cost = costs(method, in_dimensions_of(base, method), dtype)
+        table.add_row(
+            method.name,
+            method.summary,
+            method.paper,
+            f"{cost.bytes_per_token:,} bytes",
+            f"{cost.proposals} tokens",
+            f"{cost.parameters:,}",
+            f"{cost.extra_parameters:,}",
+        )
     return table
+
+
+def recipe_draft(recipe: Recipe) -> DraftConfig:
+    """The configuration of the draft that a recipe describes, from its target's configuration alone."""
+    location = locate(recipe.target.path)
+    config = read_config(location, recipe.target.revision, recipe.target.trust_remote_code)
+    source = recipe.draft.init_from
+    checkpoint = None if source is None else read_warm_start(source).config
+    return draft_config(recipe.draft, TargetShape(config.get_text_config()), checkpoint)
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """A target's facts (`algorithms.build.TargetFacts`) as far as its configuration says them; its embedding's scale,
+    which changes no size, is left out."""
+
+    text_config: Any
+    embedding_scale: float | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config.vocab_size)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.text_config.max_position_embeddings)

@@ -147,6 +147,8 @@ class Algorithm(ABC):
     """Where it was published."""
     section: ClassVar[type[DraftSection]]
     """The typed `draft` section of its recipes."""
+    published_head: ClassVar[dict[str, Any]] = {}
+    """The fields of the section that size its head in published drafts, where they have no default."""
 
     @abstractmethod
     def head_config(self, section: Any) -> dict[str, Any]:

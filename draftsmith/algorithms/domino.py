@@ -166,6 +166,12 @@ class Domino(Algorithm):
     summary = "Masked block, corrected left to right by a GRU over the block's own tokens"
     paper = "arXiv 2605.29707"
     section: ClassVar[type[DraftSection]] = DominoSection
+    published_head: ClassVar[dict[str, Any]] = {
+        "gru_hidden_dim": 1024,
+        "emb_dim": 256,
+        "pure_draft_prefix_len": 1,
+        "shift_label": True,
+    }
 
     def head_config(self, section: Any) -> dict[str, Any]:
         fields = {name: getattr(section, name) for name in DominoHeadConfig.model_fields}

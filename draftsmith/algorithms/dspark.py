@@ -243,6 +243,7 @@ class DSpark(Algorithm):
     summary = "Masked block with a bias from the token before, and a confidence for every slot"
     paper = "arXiv 2607.05147"
     section: ClassVar[type[DraftSection]] = DSparkSection
+    published_head: ClassVar[dict[str, Any]] = {"markov_rank": 256}
 
     def head_config(self, section: Any) -> dict[str, Any]:
         with_markov = section.confidence_head_with_markov
