@@ -10,6 +10,7 @@ from draftsmith.decoding.cache import block_attention
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.export.fingerprint import meaning
+from draftsmith.layouts import read_directory
 from draftsmith.targets.ends import TargetEnds
 
 _CONTEXT = 11
@@ -21,8 +22,8 @@ def verify_export(directory: Path, draft: Draft, ends: TargetEnds | None = None,
     every tensor, and the logits of a block after random features, of every slot and of every token that the method's
     own proposer chooses from.
 
-    ends: the target's; None: random ones, since files without the target's ends depend on them alike. Raises
-    `DraftsmithError` naming what differs.
+    ends: the target's, which the directory must hold too, in the same dtype; None: the layout has none, and random
+    ones serve as well. Raises `DraftsmithError` naming what differs.
     """
     written = Draft.load(directory).eval()
     wanted_fields, found_fields = meaning(draft.config), meaning(written.config)
@@ -34,6 +35,15 @@ def verify_export(directory: Path, draft: Draft, ends: TargetEnds | None = None,
     if not faults:
         tensors = written.state_dict()
         faults = [name for name, tensor in draft.state_dict().items() if not torch.equal(tensor, tensors[name])]
+    if ends is not None:
+        carried = read_directory(directory).target
+        held = {} if carried is None else {"embedding": carried.embedding, "output head": carried.output_head}
+        wanted_ends = {"embedding": ends.embedding_weight, "output head": ends.head_weight}
+        faults += [
+            f"the target's {name}"
+            for name, weight in wanted_ends.items()
+            if name not in held or not torch.equal(weight, held[name])
+        ]
     if not faults:
         ends = ends or _random_ends(draft, seed)
         wanted, found = (block_logits(each, ends, seed) for each in (draft, written))
