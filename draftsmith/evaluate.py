@@ -1,8 +1,8 @@
 """An evaluation during training by the real engine: what a draft would do if it were served as it is."""
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from draftsmith.decoding.generate import generate
 from draftsmith.drafts.draft import Draft
@@ -15,14 +15,14 @@ def by_generating(
     *,
     max_new_tokens: int,
     stop_token_ids: Sequence[int] = (),
-    busy: threading.Lock | None = None,
+    busy: AbstractContextManager[Any] | None = None,
 ) -> Callable[[Draft], dict[str, float]]:
     """A function for `train(evaluate_generate=...)`: greedy answers to `prompts` (token ids), decoded speculatively.
 
     It returns `accept_length`, the tokens committed per verify over all of them, and `tokens`, how many were made; just
     `tokens` where no verify ran. busy: held while the target runs, where another thread uses it too.
     """
-    turn: AbstractContextManager[object] = busy if busy is not None else nullcontext()
+    turn: AbstractContextManager[Any] = busy if busy is not None else nullcontext()
 
     def evaluate(draft: Draft) -> dict[str, float]:
         served = draft.to(target.device, target.dtype)

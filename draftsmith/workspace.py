@@ -1,9 +1,9 @@
 """The stages of one run, each a method: what they read and write, and when they need not run again."""
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -131,8 +131,14 @@ class Workspace:
             for line in report.lines():
                 self.say(f"features: {line}")
 
+        section = recipe.draft
+        # Without taps of its own, and without a checkpoint, a draft taps as many layers as it has.
+        by_depth = section.target_layer_ids is None and section.num_taps is None and section.init_from is None
         settings = {
-            "draft": recipe.draft.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
+            "draft": {
+                **section.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
+                **({"num_hidden_layers": section.num_hidden_layers} if by_depth else {}),
+            },
             **self._settings("target", "capture"),
             **self._data_settings(),
         }
@@ -299,7 +305,9 @@ class Workspace:
         origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
         return OnlineFeatures(self.target, samples, self._capture_layout(), recipe.capture, origin, cache=cache)
 
-    def _evaluation_by_generating(self, busy: threading.Lock | None) -> Callable[[Draft], dict[str, float]]:
+    def _evaluation_by_generating(
+        self, busy: AbstractContextManager[Any] | None
+    ) -> Callable[[Draft], dict[str, float]]:
         """The engine on the first `train.eval_prompts` of the held-out prompts."""
         recipe = self.recipe
         prompts = _prompts(recipe.bench.prompts, "heldout")[: recipe.train.eval_prompts]

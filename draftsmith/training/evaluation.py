@@ -1,17 +1,21 @@
 """Evaluation on held-out documents with fixed anchors."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
 
+from draftsmith.blocks.blocks import Blocks
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.packing import pack_rows
 from draftsmith.training.batches import BlockSampler, deal
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.sums import Averages, Sums
+
+_log = logging.getLogger(__name__)
 
 
 def split_documents(sample_ids: Sequence[str], eval_share: float) -> tuple[list[int], list[int]]:
@@ -39,7 +43,9 @@ class Evaluation:
     """Loss, per-label accuracy and teacher-forced accept length over the held-out documents.
 
     Rows and anchors are the same every time (epoch 0 of the sampler's seed), so two evaluations differ only by the
-    draft; every block is predicted from its anchor on, as in serving, whatever a method shows while training.
+    draft; every block is predicted from its anchor on, as in serving, whatever a method shows while training. Only whole
+    blocks count, those whose labels are all supervised: how much of a block the target would accept past the end of its
+    document nobody knows, and an accept length that took the end for a rejection would lie below that of serving.
     documents, lengths and names: the held-out documents' number in the source, tokens and ids.
     """
 
@@ -64,12 +70,21 @@ class Evaluation:
         loss.eval()
         sums = Sums()
         for forward in self._forwards:
-            batch = self._sampler.micro_batch(forward, epoch=0).to(device)
+            batch = self._sampler.micro_batch(forward, epoch=0)
+            batch = replace(batch, blocks=whole_blocks(batch.blocks)).to(device)
             _, _, metrics = loss(batch, progress)
             for name, (numerator, denominator) in metrics.items():
                 sums.add(name, numerator, denominator)
         loss.train()
-        return sums.over_ranks(accelerator).averages()
+        averages = sums.over_ranks(accelerator).averages()
+        if averages["loss"] is None:
+            _log.warning("no held-out document has room for a whole block: there is nothing to evaluate on")
+        return averages
+
+
+def whole_blocks(blocks: Blocks) -> Blocks:
+    """The same blocks, without the labels of those of which some label is not supervised."""
+    return replace(blocks, label_mask=blocks.label_mask & blocks.label_mask.all(-1, keepdim=True))
 
 
 def score(averages: Averages, best_by: str) -> float | None:

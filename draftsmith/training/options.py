@@ -8,7 +8,7 @@ PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class OnlineOptions(_Section):

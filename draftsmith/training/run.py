@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,8 +218,12 @@ def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> t
     wanted = options.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    elif torch.device(wanted).type == "cuda" and not torch.cuda.is_available():
-        raise DraftsmithError(f"train.device is {wanted!r}, but torch sees no CUDA device; use 'cpu' or 'auto'")
+    elif not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        raise DraftsmithError(f"train.device is {wanted!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    elif wanted != "cpu" and (torch.device(wanted).index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        found = f"sees {count} CUDA devices" if count else "sees no CUDA device"
+        raise DraftsmithError(f"train.device is {wanted!r}, but torch {found}; use 'cpu' or 'auto'")
     accelerator = Accelerator(
         cpu=torch.device(wanted).type == "cpu",
         mixed_precision="no",
