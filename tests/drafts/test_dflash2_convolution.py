@@ -62,7 +62,9 @@ def test_the_first_half_of_the_projection_is_used_before_and_the_second_after() 
     module, hidden, inner = random_convolution(), torch.randn(1, 2, 5, 12), torch.randn(1, 2, 5, 12)
     before, state = module.before(hidden)
     after = module.after(inner, state)
-    deltas = (hidden @ module.kernel_projection.weight.T).view(1, 2, 5, 2, 3, 3)  # [R, N, B, (before, after), K, groups]
+    deltas = (hidden @ module.kernel_projection.weight.T).view(
+        1, 2, 5, 2, 3, 3
+    )  # [R, N, B, (before, after), K, groups]
     for n in range(2):
         torch.testing.assert_close(before[0, n], plain(hidden[0, n], module.base_kernel[0], deltas[0, n, :, 0]))
         torch.testing.assert_close(after[0, n], plain(inner[0, n], module.base_kernel[1], deltas[0, n, :, 1]))
