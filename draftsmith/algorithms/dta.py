@@ -11,7 +11,9 @@ from pydantic import Field
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.dflash import DFlash, DFlashObjectiveOptions
 from draftsmith.blocks.anchors import VisibleSlots
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.schema import CaptureLayout
 
 
 class DTASection(DraftSection):
@@ -30,11 +32,13 @@ class DTA(DFlash):
     paper = "arXiv 2606.04446"
     section = DTASection
 
+    def capture(self, config: DraftConfig) -> CaptureLayout:
+        """DFlash's; a block too small to train is refused here, before the target runs."""
+        _check_room(config.block_size)
+        return super().capture(config)
+
     def visible_slots(self, section: Any, block_size: int) -> VisibleSlots:
-        if block_size < 3:
-            raise DraftsmithError(
-                f"block_size is {block_size}; dta shows at least 2 slots of a block and predicts the rest: it needs 3"
-            )
+        _check_room(block_size)
         lengths = np.arange(2, block_size)
         powers = lengths * np.log(section.visible_base)
         chances = np.exp(powers - powers.max())  # the largest is 1: no base overflows
@@ -44,3 +48,10 @@ class DTA(DFlash):
             return generator.choice(lengths, size=count, p=chances)
 
         return draw
+
+
+def _check_room(block_size: int) -> None:
+    if block_size < 3:
+        raise DraftsmithError(
+            f"block_size is {block_size}; dta shows at least 2 slots of a block and predicts the rest: it needs 3"
+        )

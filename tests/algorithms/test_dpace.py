@@ -70,19 +70,7 @@ def test_specforge_computes_the_same_sum(variant: str) -> None:
     config = draft.config
     peer = DFlashDraftModel(
         Qwen3Config(
-            **{
-                name: getattr(config, name)
-                for name in [
-                    "hidden_size",
-                    "intermediate_size",
-                    "num_hidden_layers",
-                    "num_attention_heads",
-                    "num_key_value_heads",
-                    "head_dim",
-                    "vocab_size",
-                    "rms_norm_eps",
-                ]
-            },
+            **{name: getattr(config, name) for name in PEER_FIELDS},
             rope_parameters={"rope_type": "default", "rope_theta": config.rope.rope_theta},
             max_position_embeddings=512,
             attn_implementation="sdpa",

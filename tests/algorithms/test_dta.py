@@ -8,6 +8,8 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.errors import DraftsmithError
 from tests.blocks.packed import MASK, anchors_of, blocks_of, ragged_batch
+from tests.tiny import tiny_target
+from tests.tiny_draft import tiny_draft
 
 
 @pytest.mark.parametrize(("base", "block_size"), [(0.9, 16), (0.5, 5), (1e9, 40), (1.0, 3)])
@@ -40,6 +42,9 @@ def test_only_slots_after_the_prefix_are_masked_and_supervised() -> None:
 def test_a_block_without_room_for_a_prefix_is_refused() -> None:
     with pytest.raises(DraftsmithError, match="block_size is 2; dta shows"):
         algorithm("dta").visible_slots(DTASection(), 2)
+    draft = tiny_draft(tiny_target(), block_size=2)
+    with pytest.raises(DraftsmithError, match="block_size is 2; dta shows"):
+        algorithm("dta").capture(draft.config)
 
 
 def test_dflash_shows_the_anchor_alone() -> None:

@@ -29,6 +29,7 @@ from draftsmith.targets.target import Target
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.record import load_run
 from draftsmith.training.run import train
+from draftsmith.training.warm_start import read_warm_start
 
 SYMBOLS = 11
 MASK = SYMBOLS + 1  # never seen in text
@@ -109,7 +110,8 @@ def train_counting(
     target = counting_target()
     draft_section = parse_recipe({"run": "run", "target": {"path": "counting"}, "draft": {**SECTION, **section}}).draft
     method = algorithm(draft_section.algorithm)
-    config = draft_config(draft_section, target)
+    source = draft_section.init_from
+    config = draft_config(draft_section, target, None if source is None else read_warm_start(source).config)
     identity = target_identity(target.source, None, target.text_config, target.ends.head_weight)
     options = TrainOptions(
         device="cpu",
