@@ -31,8 +31,8 @@ def model_card(config: DraftConfig, layout: str, target: str, directory: str, tr
         *_front_matter(target, method.name),
         f"# {method.name} draft for {target}",
         "",
-        f"{method.summary} ({method.paper}), for lossless speculative decoding. It has no vocabulary of its own: it works "
-        f"with {target} only.",
+        f"{method.summary} ({method.paper}), for lossless speculative decoding. It has no vocabulary of its own and "
+        f"works with {target} only.",
         "",
         "| | |",
         "| --- | --- |",

@@ -1,0 +1,230 @@
+"""A run's draft in every layout that can express it, with its card; and what stays when it cannot be written."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open
+
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
+from draftsmith.export.fingerprint import directory_fingerprint
+from draftsmith.export.options import ExportOptions, RopeScaling
+from draftsmith.export.run import export_run
+from draftsmith.layouts import LayoutError
+from draftsmith.targets.options import TargetOptions
+from draftsmith.targets.target import Target
+from draftsmith.training.record import load_run
+from draftsmith.training.run import train
+from tests.training.counting import BASE, QUIET, counting_store, counting_target, identity_of, options
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dta": {},
+    "domino": {"gru_hidden_dim": 5, "emb_dim": 7, "pure_draft_prefix_len": 1, "shift_label": True},
+    "dspark": {"markov_rank": 6},
+    "dflash2": {"conv_group_size": 8, "selector_rank": 5, "selector_top_k": 4},
+}
+SERVED = {  # SGLang's method and width, vLLM's method and proposals, for blocks of 4
+    "dflash": ("DFLASH", 4, "dflash", 3),
+    "dta": ("DFLASH", 4, "dflash", 3),
+    "domino": ("DFLASH", 4, None, None),
+    "dspark": ("DSPARK", 5, "dspark", 4),
+    "dflash2": ("DFLASH", 4, "dflash", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return counting_target()
+
+
+@pytest.fixture(scope="module")
+def target_path(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    target.model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A short training of every method, exporting bf16."""
+    root = tmp_path_factory.mktemp("runs")
+    store = counting_store(root / "features", target, final_state=True)
+    for method, head in METHODS.items():
+        train(
+            draft_section=algorithm(method).section(**{**BASE, "dtype": "bfloat16", **head}),
+            target=target,
+            ends=target.ends,
+            store=store,
+            run_dir=root / method,
+            options=options(max_steps=2),
+            track=QUIET,
+            target_identity=identity_of(target),
+        )
+    return {method: root / method for method in METHODS}
+
+
+@pytest.mark.parametrize("layout", ["zlab", "sglang", "modelopt", "speculators"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_layout_holds_the_runs_draft_or_says_why_not(
+    runs: dict[str, Path], target: Target, target_path: Path, tmp_path: Path, method: str, layout: str
+) -> None:
+    out = tmp_path / "draft"
+    options = ExportOptions(which="last", layout=layout)
+    refused = (method, layout) in {("domino", "speculators"), ("dflash2", "modelopt")}
+    if refused:
+        with pytest.raises(LayoutError, match=f"does not load '{method}' drafts"):
+            export_run(runs[method], options, out, target=TargetOptions(path=str(target_path)))
+        assert list(tmp_path.iterdir()) == []
+        return
+    exported = export_run(runs[method], options, out, target=TargetOptions(path=str(target_path)))
+    assert (exported.directory, exported.step) == (out, 2)
+    wanted, found = load_run(runs[method], "last"), Draft.load(out)
+    assert found.config.attention_kinds == wanted.config.attention_kinds
+    assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert all(torch.equal(wanted.state_dict()[name], tensor) for name, tensor in found.state_dict().items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+    with safe_open(out / "model.safetensors", "pt") as file:
+        carried = {"embed_tokens.weight", "lm_head.weight"} & set(file.keys())
+        assert len(carried) == (2 if layout == "speculators" else 0)
+        if carried:
+            assert torch.equal(file.get_tensor("lm_head.weight"), target.ends.head_weight.bfloat16())
+            assert torch.equal(file.get_tensor("embed_tokens.weight"), target.ends.embedding_weight.bfloat16())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_card_says_what_the_draft_is_and_how_it_is_served(
+    runs: dict[str, Path], target: Target, tmp_path: Path, method: str
+) -> None:
+    out = tmp_path / "my draft"
+    export_run(runs[method], ExportOptions(which="last"), out, target=TargetOptions(path="org/model"))
+    card = (out / "README.md").read_text()
+    record = json.loads((runs[method] / "run.json").read_text())
+    assert card.startswith("---\nbase_model: org/model\ntags:\n- speculative-decoding\n")
+    for line in (
+        f"# {method} draft for org/model",
+        f"| method | {method} |",
+        f"| training data | feature store {record['store'][:12]} |",
+        "| training steps | 2 |",
+        "| started from | fresh weights |",
+        "| accept length, measured | not measured |",
+        "| tapped layers of the target | 1, 2 of 4 |",
+        "| dtype | bfloat16 |",
+    ):
+        assert line in card.splitlines(), line
+    sglang, width, vllm, proposals = SERVED[method]
+    commands = [shlex.split(block.split("```")[0].replace("\\\n", " ")) for block in card.split("```bash\n")[1:]]
+    assert commands[0] == [
+        *("python", "-m", "sglang.launch_server", "--model-path", "org/model"),
+        *("--speculative-algorithm", sglang, "--speculative-draft-model-path", str(out)),
+        *("--speculative-num-draft-tokens", str(width)),
+    ]
+    if vllm is None:
+        assert len(commands) == 1
+        assert "Not this draft: vllm 0.33.0 does not load 'domino' drafts" in card
+    else:
+        assert commands[1][:4] == ["vllm", "serve", "org/model", "--speculative-config"]
+        assert json.loads(commands[1][4]) == {"method": vllm, "model": str(out), "num_speculative_tokens": proposals}
+
+
+def test_the_card_sends_a_server_to_a_layout_that_it_reads(
+    runs: dict[str, Path], target_path: Path, tmp_path: Path
+) -> None:
+    target = TargetOptions(path=str(target_path))
+    export_run(runs["dflash"], ExportOptions(which="last", layout="speculators"), tmp_path / "a", target=target)
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "Not from layout 'speculators'; export it again in layout 'zlab' or 'sglang'." in card
+    assert "vllm serve" in card
+    assert "base_model" not in card  # a path on this disk means nothing to a hub
+
+
+def test_held_out_numbers_are_the_checkpoints(runs: dict[str, Path], tmp_path: Path) -> None:
+    lines = map(json.loads, (runs["dflash"] / "metrics.jsonl").read_text().splitlines())
+    last = [entry for entry in lines if entry["kind"] == "eval"][-1]
+    export_run(runs["dflash"], ExportOptions(which="last"), tmp_path / "draft", target=TargetOptions(path="org/model"))
+    line = f"| accept length, held-out documents (teacher-forced) | {last['accept_length']:.2f} tokens a verify |"
+    assert line in (tmp_path / "draft" / "README.md").read_text()
+
+
+def test_a_measurement_is_quoted_for_the_very_weights_only(
+    runs: dict[str, Path], target_path: Path, tmp_path: Path
+) -> None:
+    target = TargetOptions(path=str(target_path))
+
+    def quoted(method: str, measured: dict[str, float], **fields: Any) -> bool:
+        export_run(
+            runs[method], ExportOptions(which="last", **fields), tmp_path / "again", target=target, measured=measured
+        )
+        return "| accept length, measured | 2.75 tokens a verify |" in (tmp_path / "again" / "README.md").read_text()
+
+    export_run(runs["dflash"], ExportOptions(which="last"), tmp_path / "first", target=target)
+    measured = {directory_fingerprint(tmp_path / "first"): 2.75}
+    assert quoted("dflash", measured)
+    assert quoted("dflash", measured, layout="speculators")
+    assert not quoted("dta", measured)
+    assert not quoted("dflash", measured, rope_scaling=RopeScaling(factor=2.0))
+    assert not quoted("dflash", {"0" * 64: 2.75})
+
+
+def test_yarn_is_written_and_the_commands_scale_the_target_alike(runs: dict[str, Path], tmp_path: Path) -> None:
+    options = ExportOptions(which="last", rope_scaling=RopeScaling(factor=4.0))
+    export_run(runs["dspark"], options, tmp_path / "draft", target=TargetOptions(path="org/model"))
+    config = Draft.load(tmp_path / "draft").config
+    plain = load_run(runs["dspark"], "last").config
+    assert config.max_position_embeddings == 4 * plain.max_position_embeddings
+    assert (config.rope.type, config.rope.factor, config.rope.theta) == ("yarn", 4.0, plain.rope.theta)
+    card = (tmp_path / "draft" / "README.md").read_text()
+    blocks = [shlex.split(block.split("```")[0].replace("\\\n", " ")) for block in card.split("```bash\n")[1:]]
+    for words, flag in zip(blocks, ("--json-model-override-args", "--hf-overrides"), strict=True):
+        assert json.loads(words[words.index(flag) + 1]) == {"rope_parameters": config.rope.as_parameters()}
+
+
+def test_what_was_there_stays_when_writing_fails(runs: dict[str, Path], tmp_path: Path) -> None:
+    target = TargetOptions(path="org/model")
+    out = tmp_path / "draft"
+    export_run(runs["dflash"], ExportOptions(which="last"), out, target=target)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(DraftsmithError, match="there is no target at"):
+        export_run(
+            runs["dflash"],
+            ExportOptions(which="last", layout="speculators"),
+            out,
+            target=TargetOptions(path=str(tmp_path / "nowhere")),
+        )
+    with pytest.raises(LayoutError, match="does not load 'dflash2' drafts"):
+        export_run(runs["dflash2"], ExportOptions(which="last", layout="modelopt"), out, target=target)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(LayoutError, match=r"is not only a draft directory \(it holds notes.txt\)"):
+        export_run(runs["dflash"], ExportOptions(which="last"), out, target=target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
+
+
+def test_layouts_that_are_only_read_and_unknown_ones_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
+    for layout in ("specforge", "zlap"):
+        with pytest.raises(DraftsmithError, match=f"export.layout is '{layout}'; allowed: .*'zlab'"):
+            export_run(runs["dflash"], ExportOptions(which="last", layout=layout), tmp_path / "draft")
+
+
+def test_a_warm_started_run_says_where_it_started(runs: dict[str, Path], target: Target, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    export_run(runs["dflash"], ExportOptions(which="last"), draft, target=TargetOptions(path="org/model"))
+    train(
+        draft_section=algorithm("dflash").section(init_from=str(draft)),
+        target=target,
+        ends=target.ends,
+        store=counting_store(tmp_path / "features", target),
+        run_dir=tmp_path / "warm",
+        options=options(max_steps=1),
+        track=QUIET,
+    )
+    export_run(tmp_path / "warm", ExportOptions(which="last"), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| started from | {draft} |" in card
+    assert "# dflash draft for tiny" in card  # the target as its features name it
