@@ -46,11 +46,15 @@ def distribution(logits: Tensor, options: SamplingOptions) -> Tensor:
     depend on how a sort breaks ties). Top-p keeps the most likely tokens until their mass reaches top_p: a token stays
     when the mass before it is below top_p, so the most likely one always stays. `options` must not be greedy.
     """
-    scores = logits.float() / options.temperature
-    vocabulary = scores.shape[-1]
-    if 0 < options.top_k < vocabulary:
+    scores = logits.float()
+    if 0 < options.top_k < scores.shape[-1]:
         smallest_kept = scores.topk(options.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < smallest_kept, -math.inf)
+    # Relative to the largest, the quotient by a tiny temperature is 0 or falls towards -inf, where it could overflow.
+    # A temperature that fp32 has no number for would give 0 / 0 or inf / inf; the nearest that it has means the same.
+    fp32 = torch.finfo(torch.float32)
+    temperature = min(max(options.temperature, fp32.tiny), fp32.max)
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     probabilities = scores.softmax(-1)
     if options.top_p < 1.0:
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)

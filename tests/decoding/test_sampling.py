@@ -44,6 +44,25 @@ def test_ties_stay_together_in_top_k_and_go_by_id_in_top_p() -> None:
     assert distribution(torch.zeros(8), SamplingOptions(1.0, 0.5)).nonzero().flatten().tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-45, 1e-320])
+def test_a_tiny_temperature_takes_the_largest_logit(temperature: float) -> None:
+    logits = torch.randn(7, 33, generator=torch.Generator().manual_seed(5)) * 4
+    logits[2, 3:5] = 50.0
+    for options in (SamplingOptions(temperature), SamplingOptions(temperature, 0.9, 5)):
+        found = distribution(logits, options)
+        assert found.isfinite().all()
+        assert (found > 0).sum(-1).tolist() == [1, 1, 2, 1, 1, 1, 1]
+        assert torch.equal(found.argmax(-1), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e10, 1e300])
+def test_a_huge_temperature_is_uniform_over_what_top_k_keeps(temperature: float) -> None:
+    logits = torch.randn(3, 33, generator=torch.Generator().manual_seed(6))
+    found = distribution(logits, SamplingOptions(temperature, 1.0, 4))
+    kept = torch.zeros_like(logits).scatter_(-1, logits.topk(4, -1).indices, 0.25)
+    torch.testing.assert_close(found, kept)
+
+
 def test_bfloat16_logits_and_masked_tokens() -> None:
     logits = torch.tensor([[1.0, -math.inf, 2.0]], dtype=torch.bfloat16)
     assert distribution(logits, SamplingOptions(0.5, 0.99, 2))[0, 1] == 0
