@@ -8,6 +8,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.data.jsonl import lone_surrogate
 from draftsmith.data.options import TEMPLATE_SYSTEM_PROMPT, DataOptions
 from draftsmith.errors import DraftsmithError
 
@@ -176,9 +177,17 @@ def _apply(messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Data
     if options.enable_thinking is not None:
         settings["enable_thinking"] = options.enable_thinking
     template = chat_template(tokenizer, options)
+    for message in messages:
+        for name, text in message.items():
+            if fault := lone_surrogate(text):
+                raise DraftsmithError(
+                    f"the {name} of a {message['role']} message holds {fault}, half of a surrogate pair, which is no "
+                    "character; mend the text"
+                )
     try:
         return tokenizer.apply_chat_template(with_system_prompt(messages, options), chat_template=template, **settings)
-    except TemplateError as error:
+    # A template is a program: its own faults are those of Python's operators.
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise DraftsmithError(f"{template_name(tokenizer, options)} refuses the messages: {error}") from error
 
 

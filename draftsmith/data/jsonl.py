@@ -40,12 +40,27 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # not JSON, a number of too many digits, or nested too deep
+                where = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
                 raise DraftsmithError(
-                    f"{path}:{number}: not valid JSON ({error.msg}, column {error.colno}); "
+                    f"{path}:{number}: not valid JSON ({where}); "
                     "each line must hold one whole JSON object (a JSON array: `jq -c '.[]' IN.json > OUT.jsonl`)"
                 ) from error
+            if fault := lone_surrogate(line if "\\u" not in line else json.dumps(record, ensure_ascii=False)):
+                raise DraftsmithError(
+                    f"{path}:{number}: has {fault}, half of a surrogate pair, which is no character; mend the text, or "
+                    "leave the line out"
+                )
             yield number, record
+
+
+def lone_surrogate(text: str) -> str | None:
+    """The first code point of `text` that no encoding has a place for, as an escape; None where all are characters."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start])
+    return None
 
 
 def parse_records(path: Path, kind: str, parse: Callable[[dict[str, Any], str], Parsed]) -> list[Parsed]:

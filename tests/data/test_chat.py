@@ -153,3 +153,16 @@ def test_template_fingerprint_sees_text_and_settings() -> None:
     ]
     assert len(set(prints)) == len(prints)
     assert prints[0] == template_fingerprint(tiny_tokenizer(), DataOptions(max_length=17))
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] + 1 }}", "{{ 1 / 0 }}", "{{ 'a'.index('z') }}"])
+def test_a_template_that_fails_while_it_runs_is_named(template: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(template, encoding="utf-8")
+    with pytest.raises(DraftsmithError, match=r"own\.jinja .* refuses the messages"):
+        render_prompt([USER], tiny_tokenizer(), DataOptions(chat_template=path))
+
+
+def test_half_a_surrogate_pair_in_a_message_is_an_error() -> None:
+    with pytest.raises(DraftsmithError, match=r"the content of a user message holds '\\udcff'"):
+        render_prompt([{**USER, "content": "hi \udcff"}], tiny_tokenizer(), DataOptions())

@@ -88,6 +88,25 @@ def test_bad_json_names_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (json.dumps({"messages": [{**USER, "content": "a \ud83d b"}, ASSISTANT]}), r"c\.jsonl:2: has '\\ud83d', half"),
+        (json.dumps({"messages": [USER, ASSISTANT], "id": "\udc00"}), r"c\.jsonl:2: has '\\udc00', half"),
+        ('{"id": ' + "9" * 5000 + "}", r"c\.jsonl:2: not valid JSON \(Exceeds"),
+        ("[" * 100_000, r"c\.jsonl:2: not valid JSON \(maximum recursion"),
+    ],
+)
+def test_lines_that_python_reads_but_nobody_can_use_are_named(tmp_path: Path, line: str, wanted: str) -> None:
+    path = tmp_path / "c.jsonl"
+    whole = json.dumps({"messages": [{**USER, "content": "\U0001f642 \ud83d\ude42"}, ASSISTANT]})
+    path.write_text(whole + "\n" + line + "\n", encoding="utf-8")
+    with pytest.raises(DraftsmithError, match=wanted):
+        read_conversations(path)
+    path.write_text(whole + "\n", encoding="utf-8")
+    assert len(read_conversations(path)) == 1
+
+
+@pytest.mark.parametrize(
     ("record", "wanted"),
     [
         ({"text": "hi"}, "unknown layout: found the keys text"),
