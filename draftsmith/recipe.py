@@ -89,9 +89,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     source = find_recipe(path)
     try:
-        config = OmegaConf.load(source)
+        config: Any = OmegaConf.load(source)
     except (YAMLError, UnicodeDecodeError) as error:
         raise DraftsmithError(f"recipe {source} is not valid YAML: {error}") from error
+    # OSError is also what OmegaConf raises for a file that holds a single value; the other, malformed interpolation.
+    except (OSError, OmegaConfBaseException) as error:
+        raise DraftsmithError(f"recipe {source} cannot be read as sections: {error}") from error
     if not isinstance(config, DictConfig):
         raise DraftsmithError(
             f"recipe {source} holds a list; it must hold the sections {', '.join(Recipe.model_fields)}"

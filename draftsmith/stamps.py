@@ -86,10 +86,16 @@ class Stamps:
 
     def _write(self, stage: str, settings: Any, *, finished: bool) -> None:
         path = self._path(stage)
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".partial-{os.getpid()}")
-        partial.write_text(json.dumps({"finished": finished, "settings": settings}, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        content = json.dumps({"finished": finished, "settings": settings}, indent=1) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(content, encoding="utf-8")
+            os.replace(partial, path)
+        except OSError as error:
+            raise DraftsmithError(
+                f"the run directory {self.run} cannot be written ({error}); choose another (run=DIR), or make room"
+            ) from error
 
     def _changed(self, stage: str, before: Any, now: Any) -> str:
         flat_before, flat_now = dict(flatten(before)), dict(flatten(now))

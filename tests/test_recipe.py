@@ -95,6 +95,14 @@ def test_broken_yaml_is_said_to_be_that(tmp_path, text):
         load_recipe(path)
 
 
+@pytest.mark.parametrize("text", ["5", "run: ${oc.env:X"])
+def test_a_single_value_and_a_malformed_reference_are_refused(tmp_path, text):
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    with pytest.raises(DraftsmithError, match=r"recipe .*odd\.yaml cannot be read as sections"):
+        load_recipe(path)
+
+
 def test_a_list_or_nothing_is_no_recipe(tmp_path):
     path = tmp_path / "list.yaml"
     path.write_text("- 1\n- 2\n")

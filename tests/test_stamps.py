@@ -82,3 +82,11 @@ def test_digests_follow_content(tmp_path):
     before = file_digest(file)
     file.write_bytes(b"two")
     assert file_digest(file) != before
+
+
+def test_a_run_directory_that_cannot_be_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    work = Work(tmp_path / "out")
+    with pytest.raises(DraftsmithError, match=r"run directory .*file cannot be written .*run=DIR"):
+        Stamps(tmp_path / "file", redo=False).perform("capture", {}, [work.output], work)
+    assert not work.output.exists()
