@@ -50,7 +50,13 @@ def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftCo
         "num_target_layers": target.num_layers,
         "dtype": section.dtype if checkpoint is None or _says_dtype(section) else checkpoint.dtype,
     }
-    return DraftConfig(**(fields | wanted | fixed))
+    config = DraftConfig(**(fields | wanted | fixed))
+    if section.sliding_window is not None and all(kind.window is None for kind in config.attention_kinds):
+        raise DraftsmithError(
+            f"draft.sliding_window is {section.sliding_window}, but no layer slides: draft.layer_types is "
+            f"{list(config.layer_types)}; name the sliding layers there ('sliding_attention'), or leave the window out"
+        )
+    return config
 
 
 def copied_fields(section: DraftSection, checkpoint: DraftConfig) -> dict[str, Any]:

@@ -126,3 +126,8 @@ def test_a_target_that_scales_its_embeddings_gives_the_draft_its_scale():
     scaled.embedding_scale = 48**0.5
     assert draft_config(section, scaled).input_embedding_scale == 48**0.5
     assert draft_config(section, gemma()).input_embedding_scale == 1.0
+
+
+def test_a_window_that_no_layer_uses_is_an_error():
+    with pytest.raises(DraftsmithError, match=r"draft\.sliding_window is 8, but no layer slides"):
+        draft_config(DFlashSection(**SMALL, sliding_window=8), llama())
