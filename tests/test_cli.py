@@ -133,6 +133,19 @@ def test_changed_settings_are_refused_by_name_and_fresh_makes_anew(tmp_path, tar
     assert status == 0, errors
 
 
+def test_a_capture_follows_the_depth_of_a_draft_that_names_no_taps(tmp_path, target):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    talks = write_lines(tmp_path / "talks.jsonl", [{"messages": talk}])
+    recipe = write_recipe(tmp_path, target, draft={"num_taps": None}, data={"conversations": str(talks)})
+    assert run("capture", recipe)[0] == 0
+    message = fails("capture", recipe, "draft.num_hidden_layers=2", "draft.layer_types=null")
+    assert "draft.num_hidden_layers: 1 then, 2 now" in message
+    status, _, errors = run("capture", recipe, "draft.num_hidden_layers=2", "draft.num_taps=1", "--fresh")
+    assert status == 0, errors
+    status, _, errors = run("capture", recipe, "draft.num_hidden_layers=3", "draft.num_taps=1")
+    assert "done already" in errors
+
+
 def test_generate_speculative_equals_plain(done):
     asked = ("-p", "say g", "-p", "say hh", "--max-new-tokens", 15)
     status, speculative, notes = run("generate", done, *asked)

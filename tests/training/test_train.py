@@ -300,6 +300,18 @@ def test_a_device_that_is_not_there_is_an_error(target, store, run_dir):
         run(target, store, run_dir, options(device="cuda"))
 
 
+@pytest.mark.parametrize("device", ["banana", "mps", "", "cuda:99"])
+def test_a_device_that_training_does_not_run_on_is_an_error(target, store, run_dir, device):
+    with pytest.raises(DraftsmithError, match=f"train\\.device is '{device}'.*use "):
+        run(target, store, run_dir, options(device=device))
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "clip"])
+def test_infinite_numbers_are_refused(name):
+    with pytest.raises(ValidationError, match="finite number"):
+        options(**{name: float("inf")})
+
+
 def test_unknown_options_are_errors():
     with pytest.raises(ValidationError, match="learning_rate"):
         options(learning_rate=1.0)
