@@ -6,7 +6,7 @@ import torch
 
 from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.drafts.backbone import WRAPPED_SUBLAYERS
-from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.config import DraftConfig, RopeConfig
 from draftsmith.drafts.draft import Draft
 
 QWEN3_8B = DraftConfig(
@@ -19,7 +19,7 @@ QWEN3_8B = DraftConfig(
     intermediate_size=12288,
     vocab_size=151936,
     max_position_embeddings=40960,
-    rope={"rope_theta": 1_000_000.0},
+    rope=RopeConfig(rope_theta=1_000_000.0),
     layer_types=("full_attention",) * 5,
     block_size=16,
     mask_token_id=151669,
