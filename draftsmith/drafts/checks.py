@@ -10,16 +10,21 @@ from pydantic import BeforeValidator, ValidationError, ValidationInfo
 from draftsmith.errors import DraftsmithError
 
 
+_LARGEST = 2**31 - 1  # no count or size of a network comes near; beyond, tensor shapes overflow
+
+
 class DraftConfigError(DraftsmithError):
     """A draft configuration that cannot be right, or that does not fit its target."""
 
 
 def integer(minimum: int) -> BeforeValidator:
-    """An integer of at least `minimum`; bools, floats and strings are refused."""
+    """An integer of at least `minimum` that a size can be; bools, floats and strings are refused."""
 
     def check(value: Any, info: ValidationInfo) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"{info.field_name} is {value!r}; allowed: an integer >= {minimum}")
+        if value > _LARGEST:
+            raise ValueError(f"{info.field_name} is {value!r}; allowed: an integer <= {_LARGEST}")
         return value
 
     return BeforeValidator(check)

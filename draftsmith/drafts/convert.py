@@ -16,8 +16,8 @@ from draftsmith.targets.location import locate, read_config
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` did: the layouts it read and wrote, how many tensors the draft has, the names of tensors that are not
-    the draft's (not taken over), and what else the reader noted."""
+    """What `convert` did: the layouts it read and wrote, how many tensors the draft has, the names of tensors that are
+    not the draft's, and what else the reader noted."""
 
     source_layout: str
     layout: str
@@ -47,9 +47,9 @@ def convert(
 
     source_layout: None: recognised from the files. target: for layouts that carry parts of it; left out, those that the
     source carries are taken over. allow_pickle: as for `layouts.read_directory`. What is written is read again: its
-    tensors are the source's bit by bit, and its configuration means the same. Raises `LayoutError`, `DraftConfigError` or
-    `DraftWeightsError` for a source that is not a sound draft, before anything is written, and `LayoutError` for a draft
-    that `layout` cannot express.
+    tensors are the source's bit by bit, and its configuration means the same. Raises `LayoutError`, `DraftConfigError`
+    or `DraftWeightsError` for a source that is not a sound draft, before anything is written, and `LayoutError` for a
+    draft that `layout` cannot express.
     """
     if Path(source).resolve() == Path(destination).resolve():
         raise DraftsmithError(
@@ -61,9 +61,8 @@ def convert(
         check_weights(Draft(config), read.tensors, str(source))
     write_directory(destination, layout, config.to_dict(), read.tensors, target=target or read.target)
     again = read_directory(destination, layout)
-    differing = [
-        name for name, value in meaning(DraftConfig.parse(again.config)).items() if meaning(config)[name] != value
-    ]
+    wanted, found = meaning(config), meaning(DraftConfig.parse(again.config))
+    differing = [name for name, value in wanted.items() if found[name] != value]
     differing += [name for name, tensor in read.tensors.items() if not torch.equal(again.tensors[name], tensor)]
     if differing:
         raise DraftsmithError(

@@ -114,8 +114,8 @@ class Draft(nn.Module):
         """Writes the draft, whole or not at all, in the dtype of `config.dtype`.
 
         extra_files: further files of the directory, by name. target: what the layout `speculators` carries of the
-        target. Raises `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not be
-        written or the layout cannot express the draft.
+        target. Raises `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not
+        be written or the layout cannot express the draft.
         """
         tensors = {
             file_name(name): parameter.detach().to(device="cpu", dtype=self.config.torch_dtype)
@@ -192,8 +192,8 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def check_weights(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:
-    """`DraftWeightsError`, with every fault at once, unless tensors (by their canonical names) are exactly those of a draft
-    (which may be on the meta device): none missing or over, shapes and dtypes as configured, all finite."""
+    """`DraftWeightsError`, with every fault at once, unless tensors (by their canonical names) are exactly those of a
+    draft (which may be on the meta device): none missing or over, shapes and dtypes as configured, all finite."""
     wanted = {file_name(name): parameter for name, parameter in draft.state_dict().items()}
     faults = [f"missing: {name} {list(wanted[name].shape)}" for name in sorted(set(wanted) - set(tensors))]
     faults += [f"not used: {name} {list(tensors[name].shape)}" for name in sorted(set(tensors) - set(wanted))]

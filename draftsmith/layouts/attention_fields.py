@@ -24,12 +24,18 @@ def read_attention(fields: Fields) -> dict[str, Any]:
     if use_swa and isinstance(layer_types, list) and SLIDING not in layer_types:
         attention = {"layer_types": [SLIDING] * len(layer_types), "sliding_window": fields.top.get("sliding_window")}
         causal = False if causal is None else causal
-    if swa_window is not None and SLIDING in (attention["layer_types"] or []):
+    if swa_window is not None and any_sliding(attention):
         window = attention["sliding_window"]
         if window is not None and window != swa_window:
             raise LayoutError(f"swa_window_size is {swa_window!r}, but sliding_window is {window!r}; write it once")
         attention["sliding_window"] = swa_window
     return {name: value for name, value in {**attention, "causal": causal}.items() if value is not None}
+
+
+def any_sliding(config: dict[str, Any]) -> bool:
+    """Whether a layer slides; what is no list of layers is left to the checks of the configuration."""
+    layer_types = config.get("layer_types")
+    return isinstance(layer_types, list | tuple) and SLIDING in layer_types
 
 
 def uniform_kind(config: dict[str, Any]) -> tuple[bool, bool] | None:

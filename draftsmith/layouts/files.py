@@ -142,8 +142,11 @@ def write(
         if Path(name).name != name or name in (CONFIG, WEIGHTS, INDEX):
             raise LayoutError(f"extra file {name!r}; allowed: a plain file name other than {CONFIG} and the weights")
     refuse_overwriting(directory, extra_files)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.writing-"))
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.writing-"))
+    except OSError as error:
+        raise LayoutError(f"cannot write into {directory.parent} ({error}); give a directory elsewhere") from error
     try:
         staging.chmod(0o777 & ~_umask())
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging / WEIGHTS, {"format": "pt"})

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.layouts.attention_fields import SLIDING, read_attention, uniform_kind
+from draftsmith.layouts.attention_fields import any_sliding, read_attention, uniform_kind
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
 from draftsmith.layouts.consumers import VLLM_SPECULATORS
 from draftsmith.layouts.fields import Fields, rope_parameters
@@ -79,15 +79,18 @@ class SpeculatorsLayout:
         canonical["target_layer_ids"] = _from_one(fields.get("aux_hidden_state_layer_ids"))
         canonical["rope"] = rope_parameters(fields.nested)
         canonical |= read_attention(Fields(fields.nested, "no_section"))
-        if SLIDING in (canonical.get("layer_types") or []):
+        loose = fields.get("sliding_window_non_causal")
+        if loose not in (None, True, False):
+            raise LayoutError(f"sliding_window_non_causal is {loose!r}; allowed: true, false")
+        if any_sliding(canonical):
             # Full layers always see the whole block here; the field is about the sliding ones, whose default is to be
             # causal except in DFlash 2.
-            loose = fields.get("sliding_window_non_causal")
             loose = architecture == "dflash2" if loose is None else loose
             canonical["causal"] = False if loose else None
         else:
             canonical["causal"] = False
         canonical["attention_sinks"] = False
+        fields.get("dtype")  # in two places, which must agree
         canonical["dtype"] = read_dtype({**fields.nested, **config}, tensors, notes)
         if member.read_head is not None:
             canonical["head"] = member.read_head(fields, tensors)
@@ -112,7 +115,7 @@ class SpeculatorsLayout:
             if list(end.shape) != wanted:
                 raise LayoutError(f"the target's {name} is {list(end.shape)}; this draft wants {wanted}")
         slides = uniform_kind(config) or (False, False)
-        sliding = SLIDING in config["layer_types"]
+        sliding = any_sliding(config)
         network: dict[str, Any] = {"model_type": "qwen3", **{name: config[name] for name in NETWORK}}
         network |= written_rope(config["rope"])
         network |= {

@@ -268,9 +268,12 @@ def _sinks(fields: Fields, tensors: dict[str, Tensor]) -> bool:
 
 
 def read_dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[str]) -> str | None:
-    names = {
-        config[name].removeprefix("torch.") for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)
-    }
+    names: set[str] = set()
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        if value is not None and not isinstance(value, str):
+            raise LayoutError(f"{name} is {value!r}; allowed: the name of a dtype")
+        names |= {value.removeprefix("torch.")} if value is not None else set()
     if len(names) > 1:
         raise LayoutError(f"dtype is {config['dtype']!r}, but torch_dtype is {config['torch_dtype']!r}; write it once")
     if names:

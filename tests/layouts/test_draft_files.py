@@ -174,6 +174,12 @@ def test_an_empty_directory_and_missing_parents_are_filled(tmp_path: Path) -> No
     assert read_directory(tmp_path / "empty").config == read_directory(tmp_path / "a/b/c").config
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LayoutError, match=r"cannot write into .*file"):
+        tiny_draft(TARGET).save(tmp_path / "file" / "draft")
+
+
 def test_the_old_draft_stays_when_writing_fails(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 

@@ -202,7 +202,7 @@ def test_a_declared_dtype_that_is_not_held_is_not_written(tmp_path: Path) -> Non
 
 
 def test_an_unknown_layout_is_refused(saved: Path) -> None:
-    with pytest.raises(LayoutError, match="layout is 'z-lab'; allowed: .*'zlab'"):
+    with pytest.raises(LayoutError, match=r"layout is 'z-lab'; allowed: .*'zlab'"):
         read_directory(saved, "z-lab")
     with pytest.raises(LayoutError, match="layout is 'z-lab'"):
         tiny_draft(TARGET).save(saved, layout="z-lab")

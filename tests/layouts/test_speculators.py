@@ -1,0 +1,134 @@
+"""The speculators layout: what is written for vLLM, and what may be left out or spelt otherwise when it is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.drafts.convert import meaning
+from draftsmith.drafts.draft import Draft
+from draftsmith.layouts import LayoutError, TargetParts, read_directory
+from tests.layouts.drafts import FULL, SLIDING, simple_draft, target_ends
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(params=["dflash", "dflash2", "dspark"])
+def saved(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Draft]:
+    draft = simple_draft(request.param, block_size=6, num_taps=3)
+    draft.save(tmp_path / "draft", "speculators", target=target_ends())
+    return tmp_path / "draft", draft
+
+
+def edit(directory: Path, network: dict[str, Any] | None = None, **top: Any) -> None:
+    """Sets fields; ... removes one."""
+    config = json.loads((directory / "config.json").read_text())
+    for part, changes in ((config, top), (config["transformer_layer_config"], network or {})):
+        part.update(changes)
+        for name in [name for name, value in part.items() if value is ...]:
+            del part[name]
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_what_vllm_serves_by_itself(saved: tuple[Path, Draft]) -> None:
+    directory, draft = saved
+    config = json.loads((directory / "config.json").read_text())
+    first = draft.config.architecture == "dspark"
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == draft.config.architecture
+    assert config["aux_hidden_state_layer_ids"] == [3, 2, 1]  # taps 2, 1, 0
+    assert config["sample_from_anchor"] is first
+    method = config["speculators_config"]["proposal_methods"][0]
+    assert method == {"proposal_type": "greedy", "speculative_tokens": 6 if first else 5, "verifier_accept_k": 1}
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "organisation/target",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["draft_vocab_size"] == config["transformer_layer_config"]["vocab_size"] == 61
+    # vLLM makes every layer causal where this is false.
+    assert config["sliding_window_non_causal"] is True
+    tensors = load_file(directory / WEIGHTS)
+    assert torch.equal(tensors["embed_tokens.weight"], target_ends().embedding)
+    assert torch.equal(tensors["lm_head.weight"], target_ends().output_head)
+    assert not {"t2d", "d2t"} & set(tensors)
+
+
+def test_a_tied_target_is_written_twice(tmp_path: Path) -> None:
+    weight = torch.randn(61, 20)
+    draft = simple_draft("dflash", dtype="bfloat16")
+    draft.save(tmp_path / "draft", "speculators", target=TargetParts(None, (), weight, weight))
+    tensors = load_file(tmp_path / "draft" / WEIGHTS)
+    assert torch.equal(tensors["embed_tokens.weight"], weight.bfloat16())
+    assert torch.equal(tensors["lm_head.weight"], weight.bfloat16())
+
+
+def test_ends_of_another_target_are_refused(tmp_path: Path) -> None:
+    weight = torch.randn(62, 20)
+    with pytest.raises(LayoutError, match=r"the target's embedding is \[62, 20\]; this draft wants \[61, 20\]"):
+        simple_draft("dflash").save(tmp_path / "x", "speculators", target=TargetParts(None, (), weight, weight))
+
+
+def test_fields_that_equal_their_writers_defaults_are_left_out(saved: tuple[Path, Draft]) -> None:
+    directory, draft = saved
+    edit(directory, {"hidden_act": ..., "rms_norm_eps": ..., "initializer_range": ..., "layer_types": ...})
+    loaded = Draft.load(directory)
+    assert meaning(loaded.config) == meaning(draft.config)
+    notes = read_directory(directory).notes
+    assert any("leaves out hidden_act = 'silu', rms_norm_eps = 1e-06, initializer_range = 0.02" in n for n in notes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "causal"),
+    [("dflash", ..., True), ("dflash", True, False), ("dflash2", ..., False), ("dflash2", False, True)],
+)
+def test_causality_of_sliding_layers(tmp_path: Path, architecture: str, field: Any, causal: bool) -> None:
+    draft = simple_draft(architecture, layer_types=(SLIDING, SLIDING), sliding_window=4)
+    draft.save(tmp_path / "draft", "speculators", target=target_ends())
+    edit(tmp_path / "draft", sliding_window_non_causal=field)
+    kinds = Draft.load(tmp_path / "draft").attention_kinds
+    assert [(kind.window, kind.causal) for kind in kinds] == [(4, causal)] * 2
+    edit(tmp_path / "draft", {"layer_types": [FULL, SLIDING]})
+    kinds = Draft.load(tmp_path / "draft").attention_kinds
+    assert [(kind.window, kind.causal) for kind in kinds] == [(None, False), (4, causal)]
+
+
+@pytest.mark.parametrize(
+    ("network", "top", "said"),
+    [
+        (
+            {},
+            {"draft_vocab_size": 32},
+            "draft_vocab_size is 32, but vocab_size is 61; drafts over a reduced vocabulary",
+        ),
+        ({}, {"num_target_layers": ...}, "num_target_layers is missing.*add the target's number of layers"),
+        ({}, {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; allowed: 'dflash'"),
+        ({}, {"aux_hidden_state_layer_ids": [0, 1, 2]}, "allowed: ids >= 1, since 0 is the embedding"),
+        ({"model_type": "llama"}, {}, "model_type 'qwen3'"),
+        ({"rope_theta": ..., "rope_parameters": {"rope_type": "default"}}, {}, "rope_theta is missing"),
+    ],
+)
+def test_what_cannot_be_known_is_refused(
+    saved: tuple[Path, Draft], network: dict[str, Any], top: dict[str, Any], said: str
+) -> None:
+    edit(saved[0], network, **top)
+    with pytest.raises(LayoutError, match=said):
+        read_directory(saved[0])
+
+
+def test_the_anchors_slot_is_as_in_the_method(saved: tuple[Path, Draft]) -> None:
+    directory, draft = saved
+    edit(directory, sample_from_anchor=draft.config.architecture != "dspark")
+    with pytest.raises(LayoutError, match=r"sample_from_anchor is .*; allowed for"):
+        read_directory(directory)
+    edit(directory, sample_from_anchor=...)
+    assert meaning(Draft.load(directory).config) == meaning(draft.config)
+
+
+def test_identity_maps_are_reported_and_left_out(saved: tuple[Path, Draft]) -> None:
+    directory, draft = saved
+    maps = {"t2d": torch.ones(61, dtype=torch.bool), "d2t": torch.zeros(61, dtype=torch.int64)}
+    save_file(load_file(directory / WEIGHTS) | maps, directory / WEIGHTS)
+    assert read_directory(directory).ignored == ["d2t", "embed_tokens.weight", "lm_head.weight", "t2d"]
+    assert meaning(Draft.load(directory).config) == meaning(draft.config)
