@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import generate
+from draftsmith.decoding.request import Request
+from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
-from tests.families.counting import MASK, PROMPTS, assert_commits_maximum, train_counting
+from tests.families.counting import PROMPTS, assert_commits_maximum, train_counting
 
 DPACE = [{"kind": "dpace", "variant": v} for v in ("full", "cumulative_confidence", "continuation_value")]
 
@@ -23,11 +27,20 @@ def check(target: Target, draft: Draft) -> None:
     plain = generate(target, None, PROMPTS, **settings)
     drafted = generate(target, draft, PROMPTS, **settings)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
-    # Mutated: another mask token, of which the draft knows nothing.
-    assert draft.config.mask_token_id == MASK
-    draft.config = draft.config.replace(mask_token_id=MASK + 1)
-    results = generate(target, draft, PROMPTS, max_new_tokens=16)
-    assert min(length for result in results for length in result.accept_lengths) < draft.config.block_size
+    engine = Engine(target, draft)
+    engine.proposer = OneSlotOff(engine.proposer)
+    request = Request.of(PROMPTS, max_new_tokens=9, sampling=SamplingOptions(), seed=0)
+    assert max(length for result in engine.decode(request) for length in result.accept_lengths) < 3
+
+
+class OneSlotOff:
+    """Mutated: reads the token of each slot off the slot before."""
+
+    def __init__(self, proposer: Any) -> None:
+        self.proposer, self.num_proposals = proposer, proposer.num_proposals
+
+    def propose(self, hidden: Tensor, *others: Any) -> Any:
+        return self.proposer.propose(hidden.roll(1, dims=1), *others)
 
 
 @pytest.mark.slow
