@@ -30,6 +30,7 @@ def dflash2_draft(target: Target, head: dict[str, Any] = HEAD, **options: Any) -
 # --- the counting language --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting["kind"])
 def test_the_counting_language_commits_the_maximum(weighting: dict[str, Any]) -> None:
     target, draft = train_counting({"algorithm": "dflash2", **HEAD, "objective": {"weighting": weighting}})
