@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, ValidationError, ValidationInfo
 
 from draftsmith.errors import DraftsmithError
 
-
 _LARGEST = 2**31 - 1  # no count or size of a network comes near; beyond, tensor shapes overflow
 
 
