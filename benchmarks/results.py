@@ -23,7 +23,14 @@ from draftsmith.recipe import load_recipe
 from draftsmith.workspace import Workspace
 
 STORES_MOST = "smollm2-dspark"
-METHODS = ("smollm2-dflash", "smollm2-dpace", "smollm2-domino", "smollm2-dspark", "smollm2-dflash2")
+# Recipes to compare, and what each needs for blocks of 16 beyond what all share.
+METHODS = {
+    "smollm2-dflash": ("draft.objective.weighting.gamma=7",),
+    "smollm2-dpace": (),
+    "smollm2-domino": ("draft.objective.weighting.gamma=7",),
+    "smollm2-dspark": ("draft.objective.weighting.gamma=7",),
+    "smollm2-dflash2": ("draft.objective.weighting.gamma=7",),
+}
 # What the methods share here, whatever their CPU recipes say.
 SHARED = (
     "target.dtype=bfloat16",
@@ -53,10 +60,13 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL of prompts to bench on")
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs and results")
     parser.add_argument("--work", type=Path, default=None, help="directory of the feature store (default: OUT)")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="recipes to compare")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), help="recipes to compare")
     parser.add_argument("--steps", type=int, default=1104)
     parser.add_argument("--limit", type=int, default=24, help="prompts to bench on")
     parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument(
+        "--captured", action="store_true", help="the store in WORK is there already: only train and bench"
+    )
     parser.add_argument("overrides", nargs="*", help="further recipe overrides")
     arguments = parser.parse_args()
 
@@ -64,7 +74,7 @@ def main() -> int:
     work = arguments.work or arguments.out
     target = None
     failed = False
-    for number, method in enumerate([None, *arguments.methods]):
+    for number, method in enumerate(arguments.methods if arguments.captured else [None, *arguments.methods]):
         recipe_name = method or STORES_MOST
         overrides = [
             *SHARED,
@@ -73,8 +83,10 @@ def main() -> int:
             f"bench.prompts={arguments.prompts}",
             f"bench.limit={arguments.limit}",
             f"bench.max_new_tokens={arguments.max_new_tokens}",
-            "bench.batch_size=1",
+            "bench.batch_size=24",
+            "bench.warmup=0",
             f"train.max_steps={arguments.steps}",
+            *METHODS.get(recipe_name, ()),
             *arguments.overrides,
         ]
         started = time.perf_counter()
@@ -97,7 +109,7 @@ def main() -> int:
             traceback.print_exc()
             line = {"part": recipe_name, "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(line), flush=True)
-        with open(arguments.out / "results.jsonl", "a" if number else "w") as file:
+        with open(arguments.out / "results.jsonl", "a" if number or arguments.captured else "w") as file:
             file.write(json.dumps(line) + "\n")
     return 1 if failed else 0
 
