@@ -145,6 +145,17 @@ def test_a_batch_without_labels_gives_zero_and_a_gradient_of_zeros() -> None:
     assert (hidden.grad == 0).all()
 
 
+def test_the_softmax_of_bfloat16_logits_is_taken_in_float32() -> None:
+    hidden, weight, labels, mask, _ = case(8)
+    project = head(weight.bfloat16(), None)
+    losses, _ = linear_cross_entropy(hidden.bfloat16(), project, labels, mask, chunk=8)
+    logits = project(hidden.bfloat16())
+    expected = torch.nn.functional.cross_entropy(logits.float()[mask], labels[mask], reduction="none")
+    assert logits.dtype == torch.bfloat16
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses[mask], expected, atol=1e-6, rtol=1e-6)
+
+
 def test_ties_go_to_the_lowest_id() -> None:
     weight = torch.zeros(9, 4)
     weight[[5, 2, 7]] = 1.0

@@ -97,7 +97,13 @@ def test_a_resumed_run_is_bit_identical(target, store, tmp_path, stop_at, monkey
     """Stopped by SIGTERM in the middle of an epoch, between two log entries."""
     chosen = options(max_steps=9, rows_per_step=3, save_every=2, eval_every=4)
     track = QUIET.model_copy(update={"every": 3})
-    run(target, store, tmp_path / "straight", chosen, track=track)
+
+    def noise(draft):
+        """Stands for all that draws from torch's own generator, which goes on too."""
+        return {"noise": float(torch.rand(()))}
+
+    run(target, store, tmp_path / "straight", chosen, track=track, evaluate_generate=noise)
+    assert len({entry["generate_noise"] for entry in entries(tmp_path / "straight", "eval")}) > 2
 
     class Killer:
         def __init__(self):
@@ -114,9 +120,10 @@ def test_a_resumed_run_is_bit_identical(target, store, tmp_path, stop_at, monkey
 
             return nullcontext(Killer())
 
-    stopped = run(target, store, tmp_path / "resumed", chosen, track=track, progress=Killing())
+    resumed_run = {"track": track, "evaluate_generate": noise}
+    stopped = run(target, store, tmp_path / "resumed", chosen, progress=Killing(), **resumed_run)
     assert (stopped.step, stopped.interrupted_by) == (stop_at, "SIGTERM")
-    finished = run(target, store, tmp_path / "resumed", chosen, track=track, resume=True)
+    finished = run(target, store, tmp_path / "resumed", chosen, resume=True, **resumed_run)
     assert finished.step == 9
 
     straight, resumed = (find_checkpoint(tmp_path / name, "last") for name in ("straight", "resumed"))
