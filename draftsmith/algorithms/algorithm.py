@@ -131,6 +131,9 @@ class DraftSection(Options):
     layer_types: tuple[str, ...] | None = None
     sliding_window: int | None = None
     causal: bool | None = None
+    output_multiplier: float | None = None
+    final_logit_softcapping: float | None = None
+    input_embedding_scale: float | None = None
     dtype: str = "bfloat16"
 
 

@@ -92,16 +92,13 @@ _PLAIN_FIELDS = (
     "layer_types",
     "sliding_window",
     "causal",
-)
-
-# Fields that recipes do not have: a fresh draft takes the target's or the usual value, a warm start the checkpoint's.
-_ONLY_IN_CHECKPOINTS = (
-    "attention_sinks",
     "output_multiplier",
     "final_logit_softcapping",
     "input_embedding_scale",
-    "initializer_range",
 )
+
+# Fields that recipes do not have: a fresh draft takes the target's or the usual value, a warm start the checkpoint's.
+_ONLY_IN_CHECKPOINTS = ("attention_sinks", "initializer_range")
 
 _REQUIRED = {
     "mask_token_id": "the id of a token that never occurs in text, such as a reserved one (never the pad or end token)",

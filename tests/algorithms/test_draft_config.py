@@ -131,3 +131,16 @@ def test_a_target_that_scales_its_embeddings_gives_the_draft_its_scale():
 def test_a_window_that_no_layer_uses_is_an_error():
     with pytest.raises(DraftsmithError, match=r"draft\.sliding_window is 8, but no layer slides"):
         draft_config(DFlashSection(**SMALL, sliding_window=8), llama())
+
+
+def test_scales_and_caps_that_a_recipe_names():
+    section = DFlashSection(
+        mask_token_id=5,
+        block_size=4,
+        num_hidden_layers=2,
+        output_multiplier=0.5,
+        final_logit_softcapping=20.0,
+        input_embedding_scale=3.0,
+    )
+    config = draft_config(section, llama())
+    assert (config.output_multiplier, config.final_logit_softcapping, config.input_embedding_scale) == (0.5, 20.0, 3.0)
