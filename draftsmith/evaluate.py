@@ -19,8 +19,8 @@ def by_generating(
 ) -> Callable[[Draft], dict[str, float]]:
     """A function for `train(evaluate_generate=...)`: greedy answers to `prompts` (token ids), decoded speculatively.
 
-    It returns `accept_length`, the tokens committed per verify over all of them, and `tokens`, how many were made; just
-    `tokens` where no verify ran. busy: held while the target runs, where another thread uses it too.
+    It returns `accept_length`, the tokens committed per verify over all of them (less the last one of an answer that met
+    the limit, which may have cut it), and `tokens`, how many were made; just `tokens` where no verify is left. busy: held while the target runs, where another thread uses it too.
     """
     turn: AbstractContextManager[Any] = busy if busy is not None else nullcontext()
 
@@ -34,7 +34,11 @@ def by_generating(
                 max_new_tokens=max_new_tokens,
                 stop_token_ids=tuple(stop_token_ids),
             )
-        lengths = [length for answer in answers for length in answer.accept_lengths]
+        lengths = [
+            length
+            for answer in answers
+            for length in (answer.accept_lengths[:-1] if answer.finish_reason == "length" else answer.accept_lengths)
+        ]
         numbers = {"tokens": float(sum(len(answer.token_ids) for answer in answers))}
         return {"accept_length": sum(lengths) / len(lengths), **numbers} if lengths else numbers
 

@@ -43,9 +43,10 @@ class Evaluation:
     """Loss, per-label accuracy and teacher-forced accept length over the held-out documents.
 
     Rows and anchors are the same every time (epoch 0 of the sampler's seed), so two evaluations differ only by the
-    draft; every block is predicted from its anchor on, as in serving, whatever a method shows while training. Only whole
-    blocks count, those whose labels are all supervised: how much of a block the target would accept past the end of its
-    document nobody knows, and an accept length that took the end for a rejection would lie below that of serving.
+    draft; every block is predicted from its anchor on, as in serving, whatever a method shows while training. Only
+    whole blocks count, those whose labels are all supervised: how much of a block the target would accept past the end
+    of its document nobody knows, and an accept length that took the end for a rejection would lie below that of
+    serving.
     documents, lengths and names: the held-out documents' number in the source, tokens and ids.
     """
 

@@ -29,6 +29,7 @@ from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loop import EvaluateGenerate, Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, RunRecord
+from draftsmith.training.report import write_run_report
 from draftsmith.training.source import FeatureSource, StoreSource
 from draftsmith.training.start import find_start
 from draftsmith.training.sums import Averages
@@ -200,6 +201,12 @@ def train(
         interrupted_by = loop.run(stage)
     log.close()
     best = checkpoints.best()
+    if track.jsonl and accelerator.is_main_process:
+        ended = "finished" if interrupted_by is None else f"stopped by {interrupted_by}"
+        outcome = [("steps", f"{loop.position.step:,} of {total_steps:,} ({ended})"), ("features", source.place)]
+        outcome += [("best checkpoint", f"step {best.position.step:,}")] if best is not None else []
+        outcome += [("steps left out", f"{loop.skipped:,}")] if loop.skipped else []
+        _log.info("report: %s", write_run_report(run_dir, record, outcome))
     return TrainResult(
         run_dir=run_dir,
         step=loop.position.step,

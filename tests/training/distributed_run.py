@@ -1,9 +1,10 @@
-"""Run by torchrun, or called in one process: trains the counting language once for every job.
+"""Run by torchrun or alone, or called in one process: trains the counting language once for every job.
 
 Argument: a JSON file with a list of jobs, each the keywords of `train_job`.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,15 @@ def train_job(
 
 def main() -> None:
     torch.set_num_threads(1)
+    Path(f"{sys.argv[1]}.pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
     for job in json.loads(Path(sys.argv[1]).read_text()):
         try:
             print("done", train_job(**job).step, flush=True)
         except DraftsmithError as error:
             print("error", error, flush=True)
             raise SystemExit(1) from None
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ import resource
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.training.checkpoint import POSITION, STATE, WEIGHTS, Position, RunCheckpoints
+from draftsmith.training.checkpoint import POSITION, SHARDS, STATE, WEIGHTS, Position, RunCheckpoints
 
 
 def position(step: int, score: float | None = None) -> Position:
@@ -121,3 +122,49 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path, limit)
 def test_the_position_is_readable_json(tmp_path):
     save(RunCheckpoints(tmp_path), 3)
     assert json.loads((tmp_path / "step-00000003" / POSITION).read_text())["step"] == 3
+
+
+def save_sharded(checkpoints: RunCheckpoints, step: int, size: int = 5) -> dict[str, torch.Tensor]:
+    weights = {"a": torch.randn(size, 3), "b": torch.randn(7)}
+    optimizer = {f"exp_avg.{name}": torch.randn_like(weight) for name, weight in weights.items()}
+    checkpoints.save_sharded(position(step), weights, optimizer, {"generators": []}, Accelerator(cpu=True))
+    return {**weights, **optimizer}
+
+
+def test_shards_are_read_whole_and_into_place(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path)
+    saved = save_sharded(checkpoints, 3)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.sharded
+    loaded = latest.weights()
+    assert sorted(loaded) == ["a", "b"]
+    assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
+    places = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    weights = {name: tensor for name, tensor in places.items() if "." not in name}
+    latest.read_into(weights, {name: tensor for name, tensor in places.items() if "." in name})
+    assert all(torch.equal(places[name], saved[name]) for name in saved)
+
+
+def test_a_damaged_shard_is_named(tmp_path, caplog):
+    checkpoints = RunCheckpoints(tmp_path)
+    save_sharded(checkpoints, 3)
+    save_sharded(checkpoints, 4)
+    (shard,) = (tmp_path / "step-00000004" / SHARDS).glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert steps(checkpoints) == [3]
+    assert shard.name in caplog.text
+
+
+def test_a_full_disk_leaves_the_previous_shards_and_says_so(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path)
+    saved = save_sharded(checkpoints, 3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(DraftsmithError, match=r"step 4 could not be written.*the one of step 3 is intact"):
+            save_sharded(checkpoints, 4, size=10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert torch.equal(checkpoints.all()[0].weights()["a"], saved["a"])

@@ -1,0 +1,61 @@
+"""Options that trade memory and time change no number."""
+
+import pytest
+import torch
+
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.training.batches import BlockSampler, Forward
+from draftsmith.training.forward import DraftLoss
+from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
+from tests.tiny_draft import tiny_draft
+from tests.training.counting import MASK, QUIET, TAP_IDS, options, section
+from tests.training.test_train import entries, weights
+
+
+def gradients(target, store, **how):
+    """(loss numerator, gradients by name, bytes kept for the backward) of one forward."""
+    draft = tiny_draft(target, num_layers=3, block_size=4, mask_token_id=MASK, target_layer_ids=TAP_IDS)
+    method = algorithm("dflash")
+    source = StoreSource(store, store.features)
+    sampler = BlockSampler(source, method.block_layout(draft.config), MASK, 48, 8, seed=1, visible_slots=None)
+    objective = method.objective(draft.config, section())
+    loss = DraftLoss(draft.train(), target.ends, objective, attention=AttentionBackend.DENSE, autocast=None, **how)
+    kept = 0
+
+    def count(tensor):
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        numerator, _, _ = loss(sampler.micro_batch(Forward([[2, 5]]), epoch=0), 0.0)
+    numerator.backward()
+    return numerator, {name: p.grad for name, p in draft.named_parameters()}, kept
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(target, store):
+    plain, wanted, kept = gradients(target, store)
+    again, found, kept_less = gradients(target, store, recompute=True)
+    assert torch.equal(plain, again)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert kept_less < 0.5 * kept, (kept_less, kept)
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(target, store, tmp_path):
+    for how in (False, True):
+        train(
+            draft_section=section(),
+            target=target,
+            ends=target.ends,
+            store=store,
+            run_dir=tmp_path / str(how),
+            options=options(max_steps=4, compile=how, lr=1e-3, eval_share=0.0),
+            track=QUIET,
+        )
+    losses = [[entry["loss"] for entry in entries(tmp_path / str(how), "train")] for how in (False, True)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    plain, fused = (weights(tmp_path / str(how)) for how in (False, True))
+    assert max(float((plain[name] - fused[name]).abs().max()) for name in plain) < 1e-4
