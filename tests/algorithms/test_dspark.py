@@ -280,6 +280,19 @@ def test_a_batch_without_candidates_adds_nothing(target: Target, fields: dict[st
     assert all((numerator == 0).all() and (count == 0).all() for numerator, count in terms.metrics.values())
 
 
+@pytest.mark.parametrize("fields", HEADS[:3], ids=NAMES[:3])
+def test_mixed_precision_stays_near_fp32(target: Target, fields: dict[str, Any]) -> None:
+    case = Case(target, make_draft(target, fields), batch_with_gaps(6))
+    exact = case.terms()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = case.terms()
+    assert rounded.numerator.dtype == torch.float32
+    assert rounded.numerator.item() == pytest.approx(exact.numerator.item(), rel=0.05)
+    assert rounded.numerator.item() != exact.numerator.item()
+    rounded.numerator.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in case.draft.parameters())
+
+
 def test_it_asks_for_the_target_s_final_state(target: Target) -> None:
     case = Case(target, make_draft(target, head()), ragged_batch(6))
     layout = METHOD.capture(case.draft.config)

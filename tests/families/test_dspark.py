@@ -34,7 +34,7 @@ def head(kind: str, rank: int = 4) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_counting_language_commits_the_maximum(kind: str) -> None:
-    # L1 has hardly any gradient where the draft is sure and wrong, so the published weights take long for the last label.
+    # L1 has hardly any gradient where the draft is sure and wrong: the published weights take long for the last label.
     section = {"algorithm": "dspark", **head(kind, rank=6), "objective": {"cross_entropy_weight": 1.0}}
     target, draft = train_counting(section, steps=160)
     assert_commits_maximum(target, draft)  # B + 1 tokens every verify
