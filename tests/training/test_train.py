@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,18 @@ from pydantic import ValidationError
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (slow import, kept out of the tests' time)
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.features.manifest import StoreError
+from draftsmith.features.manifest import StoreError, StoreHeader
+from draftsmith.features.reader import Store
+from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.training.options import TrackOptions
 from draftsmith.training.record import find_checkpoint, load_run
 from draftsmith.training.run import train
 from draftsmith.training.schedule import learning_rate
 from tests.tiny import tiny_target
-from tests.training.counting import QUIET, counting_store, identity_of, options, section
+from tests.training.counting import QUIET, TAP_IDS, counting_store, identity_of, options, section
+
+LAYOUT = CaptureLayout(TAP_IDS, 32, final_state=False, dtype=torch.float32)
 
 
 def run(target, store, run_dir, train_options=None, draft_section=None, **arguments):
@@ -90,6 +96,25 @@ def test_accumulated_rows_equal_rows_at_once(target, store, tmp_path):
     run(target, store, tmp_path / "other", options(max_steps=3, rows_per_step=2))
     other = weights(tmp_path / "other")
     assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-4
+
+
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
+def test_the_gradient_does_not_grow_with_the_number_of_labels(target, store, tmp_path, weighting):
+    """Every document thrice in one step, and all their anchors: the mean and its gradient stay what they are."""
+    norms = []
+    for copies in (1, 3):
+        directory = tmp_path / f"store-{copies}"
+        with StoreWriter(directory, StoreHeader.for_layout(LAYOUT, identity_of(target), None)) as writer:
+            for number in range(5):
+                for copy in range(copies):
+                    writer.add(replace(store[number], sample_id=f"{number}/{copy}"))
+        finish_store(directory)
+        chosen = options(max_steps=1, num_anchors=64, rows_per_step=8, eval_share=0, clip=1e-3)
+        drafted = section(objective={"weighting": {"kind": weighting}})
+        run(target, Store.open(directory), tmp_path / f"run-{copies}", chosen, draft_section=drafted)
+        norms.append(entries(tmp_path / f"run-{copies}", "train")[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[0] > 1e-2
 
 
 @pytest.mark.parametrize("stop_at", [4, 5])
