@@ -36,6 +36,14 @@ $(VENV)/interop: $(VENV)/test
 	$(BIN)/python -m pip install -q -e '.[interop]' -c constraints.txt
 	touch $@
 
+# Packages that want other versions of the common dependencies have an environment of their own; tests exchange files
+# with it. speculators asks for torchvision and torchaudio, imports neither, and builds for another torch break transformers.
+.venv-interop/made: $(VENV)/base tests/interop_env/requirements.txt
+	$(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install -q -r tests/interop_env/requirements.txt
+	.venv-interop/bin/python -m pip uninstall -q -y torchvision torchaudio
+	touch $@
+
 demo: $(VENV)/demo
 	$(BIN)/draftsmith demo
 
@@ -48,8 +56,8 @@ lint: $(VENV)/test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-interop: $(VENV)/interop
+interop: $(VENV)/interop .venv-interop/made
 	$(RUN) -m interop
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-interop

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.convert import convert, meaning
+from draftsmith.drafts.convert import convert
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import WRITABLE, LayoutError, read_directory
@@ -31,7 +31,7 @@ def test_there_and_back(tmp_path_factory: pytest.TempPathFactory, draft: Draft, 
     root = tmp_path_factory.mktemp("convert")
     draft.save(root / "zlab")
     start = read_directory(root / "zlab", strict=True)
-    assert meaning(DraftConfig.parse(start.config)) == meaning(draft.config)
+    assert DraftConfig.parse(start.config).meaning() == draft.config.meaning()
     source = root / "zlab"
     for step, layout in enumerate((first, second, "zlab")):
         refused = REFUSING[layout].faults(draft.config.to_dict()) if layout in REFUSING else []
@@ -46,7 +46,7 @@ def test_there_and_back(tmp_path_factory: pytest.TempPathFactory, draft: Draft, 
         source = destination
     back = read_directory(source)
     assert same(start.tensors, back.tensors)
-    assert meaning(DraftConfig.parse(back.config)) == meaning(draft.config)
+    assert DraftConfig.parse(back.config).meaning() == draft.config.meaning()
 
 
 @pytest.mark.parametrize("layout", WRITABLE)
@@ -62,7 +62,7 @@ def test_a_layout_holds_what_its_readers_know(tmp_path: Path, architecture: str,
     draft.save(tmp_path / "out", layout, target=target_ends())
     loaded = Draft.load(tmp_path / "out")
     assert same(loaded.state_dict(), draft.state_dict())
-    assert meaning(loaded.config) == meaning(draft.config)
+    assert loaded.config.meaning() == draft.config.meaning()
     # SGLang's files, and most of Model-Optimizer's, are z-lab's.
     own = layout == "speculators" or (layout, architecture) == ("modelopt", "dspark")
     assert read_directory(tmp_path / "out").layout == (layout if own else "zlab")

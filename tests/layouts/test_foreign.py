@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftsmith.drafts.convert import convert, meaning
+from draftsmith.drafts.convert import convert
 from draftsmith.drafts.draft import Draft
 from draftsmith.layouts import LayoutError, read_directory
 from tests.layouts.drafts import FULL, HEADS, SLIDING, simple_draft, target_ends
@@ -30,7 +30,7 @@ def rewrite(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor] 
 def assert_reads_as(directory: Path, draft: Draft, layout: str, **options: Any) -> None:
     assert read_directory(directory, **options).layout == layout
     loaded = Draft.load(directory, **options)
-    assert meaning(loaded.config) == meaning(draft.config)
+    assert loaded.config.meaning() == draft.config.meaning()
     wanted = draft.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.drafts.convert import meaning
 from draftsmith.drafts.draft import Draft
 from draftsmith.layouts import LayoutError, TargetParts, read_directory
 from tests.layouts.drafts import FULL, SLIDING, simple_draft, target_ends
@@ -74,7 +73,7 @@ def test_fields_that_equal_their_writers_defaults_are_left_out(saved: tuple[Path
     directory, draft = saved
     edit(directory, {"hidden_act": ..., "rms_norm_eps": ..., "initializer_range": ..., "layer_types": ...})
     loaded = Draft.load(directory)
-    assert meaning(loaded.config) == meaning(draft.config)
+    assert loaded.config.meaning() == draft.config.meaning()
     notes = read_directory(directory).notes
     assert any("leaves out hidden_act = 'silu', rms_norm_eps = 1e-06, initializer_range = 0.02" in n for n in notes)
 
@@ -123,7 +122,7 @@ def test_the_anchors_slot_is_as_in_the_method(saved: tuple[Path, Draft]) -> None
     with pytest.raises(LayoutError, match=r"sample_from_anchor is .*; allowed for"):
         read_directory(directory)
     edit(directory, sample_from_anchor=...)
-    assert meaning(Draft.load(directory).config) == meaning(draft.config)
+    assert Draft.load(directory).config.meaning() == draft.config.meaning()
 
 
 def test_identity_maps_are_reported_and_left_out(saved: tuple[Path, Draft]) -> None:
@@ -131,4 +130,4 @@ def test_identity_maps_are_reported_and_left_out(saved: tuple[Path, Draft]) -> N
     maps = {"t2d": torch.ones(61, dtype=torch.bool), "d2t": torch.zeros(61, dtype=torch.int64)}
     save_file(load_file(directory / WEIGHTS) | maps, directory / WEIGHTS)
     assert read_directory(directory).ignored == ["d2t", "embed_tokens.weight", "lm_head.weight", "t2d"]
-    assert meaning(Draft.load(directory).config) == meaning(draft.config)
+    assert Draft.load(directory).config.meaning() == draft.config.meaning()
