@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (slow import, kept out of the tests' time)
 
+from draftsmith.algorithms.dflash import DFlashObjective
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import StoreError, StoreHeader
 from draftsmith.features.reader import Store
@@ -115,6 +116,33 @@ def test_the_gradient_does_not_grow_with_the_number_of_labels(target, store, tmp
         norms.append(entries(tmp_path / f"run-{copies}", "train")[0]["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert norms[0] > 1e-2
+
+
+def test_the_applied_gradient_is_clipped_to_its_norm(target, store, tmp_path):
+    applied = {}
+    for clip in (None, 0.01, 1e6):
+        directory = tmp_path / str(clip)
+        run(target, store, directory, options(max_steps=1, clip=clip, betas=(0.9, 0.95)))
+        state = find_checkpoint(directory, "last").state()["optimizer"]
+        first_moments = [value.flatten() for name, value in state.items() if name.startswith("exp_avg.")]
+        applied[clip] = float(torch.cat(first_moments).norm()) / (1 - 0.9)
+        norm = entries(directory, "train")[0]["grad_norm"]  # before clipping
+        assert norm > 0.1
+    assert applied[None] == pytest.approx(norm, rel=1e-4)
+    assert applied[1e6] == pytest.approx(norm, rel=1e-4)
+    assert applied[0.01] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_objectives_are_told_the_share_of_the_run_that_is_done(target, store, run_dir, monkeypatch):
+    told, terms = [], DFlashObjective.terms
+
+    def listening(self, draft, ends, outputs):
+        told.append(outputs.progress)
+        return terms(self, draft, ends, outputs)
+
+    monkeypatch.setattr(DFlashObjective, "terms", listening)
+    run(target, store, run_dir, options(max_steps=4, rows_per_step=2, rows_per_forward=2, eval_share=0))
+    assert told == [0.0, 0.25, 0.5, 0.75]
 
 
 @pytest.mark.parametrize("stop_at", [4, 5])
