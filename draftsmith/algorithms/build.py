@@ -4,22 +4,16 @@ from typing import Any, Protocol
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.config import DraftConfig, TargetSizes
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.taps import check_tap_ids, default_tap_ids
 
 
-class TargetFacts(Protocol):
+class TargetFacts(TargetSizes, Protocol):
     """What a draft's configuration needs to know of its target (a loaded `Target`, or its configuration alone)."""
 
     @property
     def text_config(self) -> Any: ...  # the Hugging Face text configuration
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
     @property

@@ -167,6 +167,13 @@ class DraftConfig(_Checked):
         """The canonical dictionary (JSON types; fields that are None are left out); `parse` gives the same back."""
         return self.model_dump(mode="json", exclude_none=True)
 
+    def meaning(self) -> dict[str, Any]:
+        """What the configuration says, however it is spelt: field -> value, with who sees whom (`attention`) in place
+        of the fields that make it up, and the head with its defaults."""
+        spelt = {"layer_types", "sliding_window", "causal", "head"}
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in spelt}
+        return {**fields, "attention": self.attention_kinds, "head": self.head_config}
+
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Each layer's attention pattern: sliding layers are causal inside the block, unless `causal` says
@@ -238,7 +245,7 @@ class DraftConfig(_Checked):
             yield from head.disagreements(self)
 
 
-class TargetFacts(Protocol):
+class TargetSizes(Protocol):
     """What a draft has to agree with; `Target` has these attributes."""
 
     @property
@@ -249,8 +256,8 @@ class TargetFacts(Protocol):
     def vocab_size(self) -> int: ...
 
 
-def check_against_target(config: DraftConfig, target: TargetFacts, context_length: int | None = None) -> None:
-    """Refuses a draft that cannot work with this target, or cannot reach `context_length` positions.
+def check_against_target(config: DraftConfig, target: TargetSizes) -> None:
+    """Refuses a draft that cannot work with this target.
 
     Raises `DraftConfigError` with one line per fault. `vocab_size` counts rows of the output head: a padded
     vocabulary is equal when both sides pad alike, whatever the tokenizer holds.
@@ -267,10 +274,5 @@ def check_against_target(config: DraftConfig, target: TargetFacts, context_lengt
     outside = [layer for layer in config.target_layer_ids if layer >= target.num_layers]
     if outside:
         faults.append(f"target_layer_ids holds {outside}; allowed: 0 to {target.num_layers - 1}, the target's layers")
-    if context_length is not None and context_length > config.max_position_embeddings:
-        faults.append(
-            f"the context takes {context_length} positions; the draft allows {config.max_position_embeddings} "
-            "(max_position_embeddings): shorten the prompt or max_new_tokens"
-        )
     if faults:
         raise DraftConfigError("the draft does not fit the target:\n" + "\n".join(faults))

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ def convert(
         check_weights(Draft(config), read.tensors, str(source))
     write_directory(destination, layout, config.to_dict(), read.tensors, target=target or read.target)
     again = read_directory(destination, layout)
-    wanted, found = meaning(config), meaning(DraftConfig.parse(again.config))
+    wanted, found = config.meaning(), DraftConfig.parse(again.config).meaning()
     differing = [name for name, value in wanted.items() if found[name] != value]
     differing += [name for name, tensor in read.tensors.items() if not torch.equal(again.tensors[name], tensor)]
     if differing:
@@ -71,19 +70,18 @@ def convert(
     return Converted(read.layout, layout, config.architecture, len(read.tensors), read.ignored, read.notes)
 
 
-def meaning(config: DraftConfig) -> dict[str, Any]:
-    """What a configuration says, whatever its spelling: who sees whom instead of the fields that make it up, and heads
-    with their defaults."""
-    spelt = {"layer_types", "sliding_window", "causal", "head"}
-    fields = {name: getattr(config, name) for name in type(config).model_fields if name not in spelt}
-    return {**fields, "attention": config.attention_kinds, "head": config.head_config}
-
-
 def target_parts(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetParts:
     """What layouts may carry of the target at `path`: its name, embedding and output head (no other weight is read).
 
     Raises `DraftsmithError` for a path without a model.
     """
     ends = TargetEnds.load(path, revision=revision, trust_remote_code=trust_remote_code)
+    return parts_of(ends, path, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def parts_of(
+    ends: TargetEnds, path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> TargetParts:
+    """The same for ends that are loaded already: [V, H] each, in their dtype; only the configuration is read."""
     architectures = read_config(locate(path), revision, trust_remote_code).architectures
     return TargetParts(path, tuple(architectures or ()), ends.embedding_weight, ends.head_weight)

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +11,9 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.layouts import read_directory
 
 
-def meaning(config: DraftConfig) -> dict[str, Any]:
-    """The configuration's fields, those that say who sees whom as what they come to: layouts spell them differently."""
-    spelt = ("layer_types", "sliding_window", "causal")
-    fields = {name: getattr(config, name) for name in type(config).model_fields if name not in spelt}
-    return {**fields, "attention_kinds": config.attention_kinds}
-
-
 def fingerprint(config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
     """The sha256 of a draft's meaning and of its tensors by canonical name, in the dtype they are exported in."""
-    digest = hashlib.sha256(repr(meaning(config)).encode())
+    digest = hashlib.sha256(repr(config.meaning()).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu", config.torch_dtype).contiguous()
         digest.update(f"{name} {tuple(tensor.shape)}".encode())

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.convert import parts_of
 from draftsmith.drafts.draft import Draft, file_name
 from draftsmith.errors import DraftsmithError
 from draftsmith.export.card import CARD_FILE, Training, model_card
@@ -15,7 +16,6 @@ from draftsmith.export.options import ExportOptions
 from draftsmith.export.verify import verify_export
 from draftsmith.layouts import CARRY_TARGET, WRITABLE, TargetParts
 from draftsmith.targets.ends import TargetEnds
-from draftsmith.targets.location import locate, read_config
 from draftsmith.targets.options import TargetOptions
 from draftsmith.training.record import find_checkpoint, load_run, read_record
 
@@ -85,11 +85,4 @@ def _target_parts(target: TargetOptions, draft: Draft) -> tuple[TargetEnds, Targ
         revision=target.revision,
         trust_remote_code=target.trust_remote_code,
     )
-    config = read_config(locate(target.path), target.revision, target.trust_remote_code)
-    parts = TargetParts(
-        name=target.path,
-        architectures=tuple(config.architectures or ()),
-        embedding=ends.embedding_weight,
-        output_head=ends.head_weight,
-    )
-    return ends, parts
+    return ends, parts_of(ends, target.path, revision=target.revision, trust_remote_code=target.trust_remote_code)

@@ -9,7 +9,6 @@ from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.decoding.cache import block_attention
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.export.fingerprint import meaning
 from draftsmith.layouts import read_directory
 from draftsmith.targets.ends import TargetEnds
 
@@ -26,7 +25,7 @@ def verify_export(directory: Path, draft: Draft, ends: TargetEnds | None = None,
     ones serve as well. Raises `DraftsmithError` naming what differs.
     """
     written = Draft.load(directory).eval()
-    wanted_fields, found_fields = meaning(draft.config), meaning(written.config)
+    wanted_fields, found_fields = draft.config.meaning(), written.config.meaning()
     faults = [
         f"{name}: {wanted!r} was to be written, {found_fields[name]!r} is read"
         for name, wanted in wanted_fields.items()

@@ -9,7 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from draftsmith.cli import app
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.convert import convert
 from draftsmith.drafts.draft import Draft, DraftWeightsError
@@ -152,3 +154,17 @@ def test_a_forced_layout_reads_what_is_not_recognised(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="speculators_model_type is None"):
         read_directory(tmp_path / "in", "speculators")
     assert config["architectures"] == ["DFlashDraftModel"]
+
+
+def test_the_command_says_what_it_did_or_why_not(tmp_path: Path) -> None:
+    draft = simple_draft("dflash2")
+    draft.save(tmp_path / "in", "speculators", target=target_ends())
+    arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--layout"]
+    done = CliRunner().invoke(app, [*arguments, "zlab"])
+    assert done.exit_code == 0, done.output
+    assert "speculators -> zlab" in done.stderr
+    assert "not the draft's own: embed_tokens.weight, lm_head.weight" in done.stderr
+    assert same(Draft.load(tmp_path / "out").state_dict(), draft.state_dict())
+    failed = CliRunner().invoke(app, [*arguments, "modelopt"])
+    assert failed.exit_code == 1
+    assert "nvidia-modelopt 0.47.0 does not load 'dflash2' drafts" in failed.stderr
