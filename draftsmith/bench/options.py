@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftsmith.data.options import SHIPPED_PROMPTS
+
 
 class BenchOptions(BaseModel):
     """What is measured, and how.
@@ -14,13 +16,13 @@ class BenchOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts: str = "shipped"
+    prompts: str = SHIPPED_PROMPTS
     limit: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.0, ge=0.0)
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     batch_size: int = Field(default=1, ge=1)
     repeats: int = Field(default=1, ge=1)
     warmup: int = Field(default=1, ge=0)

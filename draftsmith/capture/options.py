@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftsmith.features.manifest import StoreDtype
+from draftsmith.features.shards import DEFAULT_SHARD_BYTES
 
 
 class CaptureOptions(BaseModel):
@@ -20,7 +21,7 @@ class CaptureOptions(BaseModel):
         default=8192, ge=1, description="The most tokens (padding included) of one forward; a longer sample runs alone."
     )
     shard_bytes: int = Field(
-        default=1 << 30,
+        default=DEFAULT_SHARD_BYTES,
         ge=1,
         description="The most bytes of features in one file; a killed capture loses at most one such file's work.",
     )

@@ -44,7 +44,6 @@ class DataOptions(BaseModel):
     overlong: Literal["cut", "skip", "error"] = Field(
         default="cut", description="What happens to a sample of more than `max_length` tokens."
     )
-
     template_mismatch: Literal["error", "skip"] = Field(
         default="error",
         description="What happens to a conversation whose answers cannot be told apart in the rendered template.",

@@ -28,7 +28,7 @@ class RegenerateOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_new_tokens: int = Field(default=512, ge=1, description="The most tokens of one answer.")
-    temperature: float = Field(default=0.0, ge=0.0, description="0: greedy.")
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy.")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="1: off.")
     top_k: int = Field(default=0, ge=0, description="0: off.")
     seed: int = Field(default=0, ge=0, description="For sampling: an answer depends on it and on its prompt alone.")
