@@ -1,10 +1,13 @@
 """What a benchmark found: accept lengths, speeds and equality, as numbers that are computed here and nowhere else."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from draftsmith.errors import DraftsmithError
 
 
 class Speed(BaseModel):
@@ -17,6 +20,7 @@ class Speed(BaseModel):
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens of a second of wall time."""
         return self.tokens / self.seconds
 
 
@@ -100,6 +104,7 @@ class BenchReport(BaseModel):
         }
 
     def to_json(self) -> dict[str, Any]:
+        """The report as `bench.json` holds it: `summary`, then the fields, which `read_report` reads."""
         return {"summary": self.summary(), **self.model_dump()}
 
 
@@ -122,9 +127,11 @@ def equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def read_report(path: Path) -> BenchReport:
-    """The report of a `bench.json`."""
-    import json
-
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    fields.pop("summary", None)
-    return BenchReport.model_validate(fields)
+    """The report of a `bench.json`; raises `DraftsmithError` where it is damaged."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return BenchReport.model_validate({name: value for name, value in fields.items() if name != "summary"})
+    except (ValueError, AttributeError) as error:  # not JSON, not an object, other fields
+        raise DraftsmithError(
+            f"{path} is not a report that bench wrote ({error}); remove it and run `draftsmith bench` again"
+        ) from error

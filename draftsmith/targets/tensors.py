@@ -21,7 +21,7 @@ class TensorFiles:
         self._revision = revision
         index = self._find(_INDEX)
         if index is not None:
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of = _weight_map(index)
             return
         single = self._find(_SINGLE)
         if single is None:
@@ -70,6 +70,15 @@ class TensorFiles:
             )
         with _open(file) as tensors:
             return tensors.get_tensor(names[0])
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file, as the index of a sharded model says."""
+    try:
+        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DraftsmithError(f"{index} has no readable weight_map ({error!r}); fetch or copy it again") from error
+    return found
 
 
 def _open(path: Path) -> safe_open:

@@ -4,9 +4,12 @@ import random
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from pydantic import ValidationError
 
+from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.page import bar_chart, percent, render_page, summary_rows
 from draftsmith.bench.report import BenchReport, PromptResult, Speed, equal_tokens, histogram, mean, read_report
+from draftsmith.errors import DraftsmithError
 
 
 def result(identity: str, lengths: list[int], category: str | None = None, **fields: object) -> PromptResult:
@@ -99,3 +102,17 @@ def test_page_needs_nothing_from_elsewhere_and_escapes_names():
     for label, value in summary_rows(report(result("<script>", [1, 3], "a&b"), result("b", []))):
         assert label in page
         assert value in page
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"summary": {}}'])
+def test_a_damaged_report_is_an_error_that_names_the_file(tmp_path, content):
+    path = tmp_path / "bench.json"
+    path.write_text(content)
+    with pytest.raises(DraftsmithError, match=r"(?s)bench\.json is not a report .*run `draftsmith bench` again"):
+        read_report(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", float("inf")), ("seed", -1), ("seed", 2**63)])
+def test_sampling_that_the_engine_would_refuse_is_refused_by_the_recipe(name, value):
+    with pytest.raises(ValidationError, match=name):
+        BenchOptions(**{name: value})

@@ -121,3 +121,11 @@ def test_shapes_and_scales_that_do_not_fit(tmp_path):
     GraniteConfig(embedding_multiplier=12.0).save_pretrained(tmp_path)
     with pytest.raises(DraftsmithError, match=r"embedding_multiplier = 12\.0"):
         TargetEnds.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"metadata": {}}'])
+def test_an_index_that_is_damaged_is_an_error_that_names_it(content, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(DraftsmithError, match=r"model\.safetensors\.index\.json has no readable weight_map"):
+        TargetEnds.load(tmp_path)
