@@ -1,7 +1,6 @@
 """Says what a directory of draftsmith holds."""
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,18 @@ from rich.table import Table
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
+from draftsmith.capture.plan import readable_bytes
 from draftsmith.drafts.config import DTYPES, DraftConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
 from draftsmith.layouts import read_directory
-from draftsmith.recipe import Recipe
-from draftsmith.targets.location import locate, read_config
+from draftsmith.recipe import Recipe, RunDirectory
+from draftsmith.stamps import STAGES
+from draftsmith.targets.description import TargetDescription
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, read_record
 from draftsmith.training.warm_start import read_warm_start
-
-STAGES = "stages"
 
 
 def inspect_directory(path: Path) -> RenderableType:
@@ -65,7 +64,7 @@ def store_facts(path: Path) -> dict[str, Any]:
         "samples": f"{manifest.samples:,}",
         "tokens": f"{manifest.tokens:,} ({manifest.supervised_tokens:,} supervised)",
         "longest sample": f"{max(store.lengths):,} tokens",
-        "bytes": size(manifest.bytes),
+        "bytes": readable_bytes(manifest.bytes),
         "shards": len(manifest.shards),
         "dtype": manifest.dtype,
         "tapped layers": f"{list(manifest.tap_ids)} ({manifest.tap_convention})",
@@ -122,7 +121,7 @@ def draft_facts(path: Path) -> dict[str, Any]:
         "layer types": ", ".join(f"{count} {kind}" for kind, count in Counter(config["layer_types"]).items()),
         "tensors": f"{len(draft.tensors)}, {parameters:,} parameters",
         "dtype": ", ".join(f"{name} ({count})" for name, count in dtypes.items()),
-        "bytes": size(stored),
+        "bytes": readable_bytes(stored),
         **({"ignored tensors": ", ".join(draft.ignored)} if draft.ignored else {}),
     }
 
@@ -130,26 +129,21 @@ def draft_facts(path: Path) -> dict[str, Any]:
 def run_overview(path: Path) -> RenderableType:
     """The stages of a run directory, and what each of its parts holds."""
     parts: list[RenderableType] = []
-    for name, detail in (("features", store_facts), ("train", training_facts), ("draft", draft_facts)):
-        marker = {"features": MANIFEST_FILE, "train": RECORD_FILE, "draft": "config.json"}[name]
-        if (path / name / marker).is_file():
-            parts.append(facts(f"{name}: {path / name}", detail(path / name)))
+    run = RunDirectory(path)
+    for place, marker, detail in (
+        (run.features, MANIFEST_FILE, store_facts),
+        (run.training, RECORD_FILE, training_facts),
+        (run.draft_directory, "config.json", draft_facts),
+    ):
+        if (place / marker).is_file():
+            parts.append(facts(f"{place.name}: {place}", detail(place)))
     files = {
-        name: size((path / name).stat().st_size)
-        for name in ("answers.jsonl", "bench.json", "bench.html")
-        if (path / name).is_file()
+        file.name: readable_bytes(file.stat().st_size)
+        for file in (run.answers, run.bench_json, run.bench_page)
+        if file.is_file()
     }
     stages = sorted(stamp.stem for stamp in (path / STAGES).glob("*.json"))
     return Group(facts(f"run {path}", {"stages": ", ".join(stages), **files}), *parts)
-
-
-def size(count: float) -> str:
-    """Bytes in a unit that reads well."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def algorithm_table(recipe: Recipe | None = None) -> Table:
@@ -183,33 +177,6 @@ def algorithm_table(recipe: Recipe | None = None) -> Table:
 
 def recipe_draft(recipe: Recipe) -> DraftConfig:
     """The configuration of the draft that a recipe describes, from its target's configuration alone."""
-    location = locate(recipe.target.path)
-    config = read_config(location, recipe.target.revision, recipe.target.trust_remote_code)
     source = recipe.draft.init_from
     checkpoint = None if source is None else read_warm_start(source).config
-    return draft_config(recipe.draft, TargetShape(config.get_text_config()), checkpoint)
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """A target's facts (`algorithms.build.TargetFacts`) as far as its configuration says them; its embedding's scale,
-    which changes no size, is left out."""
-
-    text_config: Any
-    embedding_scale: float | None = None
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.text_config.hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.text_config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.text_config.vocab_size)
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return int(self.text_config.max_position_embeddings)
+    return draft_config(recipe.draft, TargetDescription.load(recipe.target), checkpoint)

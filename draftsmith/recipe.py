@@ -3,6 +3,7 @@
 import difflib
 import types
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -37,19 +38,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Recipe(Section):
-    """One run. Every stage writes below the directory `run`."""
+class RunFiles:
+    """What lies where below a run's directory `run`."""
 
     run: Path
-    target: TargetOptions
-    draft: DraftSectionUnion
-    data: DataOptions = DataOptions()
-    regenerate: RegenerateOptions = RegenerateOptions()
-    capture: CaptureOptions = CaptureOptions()
-    train: TrainOptions = TrainOptions()
-    track: TrackOptions = TrackOptions()
-    export: ExportOptions = ExportOptions()
-    bench: BenchOptions = BenchOptions()
 
     @property
     def answers(self) -> Path:
@@ -73,11 +65,35 @@ class Recipe(Section):
 
     @property
     def bench_json(self) -> Path:
+        """All numbers of `bench`."""
         return self.run / "bench.json"
 
     @property
     def bench_page(self) -> Path:
+        """The same as a page."""
         return self.run / "bench.html"
+
+
+@dataclass(frozen=True)
+class RunDirectory(RunFiles):
+    """A run's directory whose recipe is not at hand."""
+
+    run: Path
+
+
+class Recipe(Section, RunFiles):
+    """One run. Every stage writes below the directory `run`."""
+
+    run: Path
+    target: TargetOptions
+    draft: DraftSectionUnion
+    data: DataOptions = DataOptions()
+    regenerate: RegenerateOptions = RegenerateOptions()
+    capture: CaptureOptions = CaptureOptions()
+    train: TrainOptions = TrainOptions()
+    track: TrackOptions = TrackOptions()
+    export: ExportOptions = ExportOptions()
+    bench: BenchOptions = BenchOptions()
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,15 +1,17 @@
 """Which stages of a run directory are done, and with what settings."""
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, differences
+
+STAGES = "stages"
+"""The directory of a run that holds the stamps; a directory that has it is a run."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Stamps:
                 path.unlink(missing_ok=True)
 
     def _path(self, stage: str) -> Path:
-        return self.run / "stages" / f"{stage}.json"
+        return self.run / STAGES / f"{stage}.json"
 
     def _read(self, stage: str) -> dict[str, Any] | None:
         path = self._path(stage)
@@ -98,27 +100,8 @@ class Stamps:
             ) from error
 
     def _changed(self, stage: str, before: Any, now: Any) -> str:
-        flat_before, flat_now = dict(flatten(before)), dict(flatten(now))
-        names = [name for name in flat_before | flat_now if flat_before.get(name) != flat_now.get(name)]
-        changes = "\n".join(
-            f"  {name}: {flat_before.get(name, 'not set')} then, {flat_now.get(name, 'not set')} now" for name in names
-        )
+        changes = "\n".join(f"  {name}: {old} then, {new} now" for name, old, new in differences(before, now))
         return (
             f"{self.run} holds the stage `{stage}` made with other settings:\n{changes}\n"
             f"choose another directory (run=DIR), or pass --fresh to remove that stage's output and make it anew"
         )
-
-
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as (dotted name, leaf value)."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
-
-
-def file_digest(path: Path) -> str:
-    """The sha256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from draftsmith.data.chat import render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
 from draftsmith.data.prompts import Prompt, read_prompts, shipped_prompts
-from draftsmith.data.tokenize import TokenizeReport, tokenize_all
+from draftsmith.data.tokenize import tokenize_all
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
@@ -28,14 +28,16 @@ from draftsmith.evaluate import by_generating
 from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions
 from draftsmith.export.run import export_run
+from draftsmith.features.files import file_sha256
+from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.online import OnlineFeatures
 from draftsmith.outline import TargetOutline, provenance
 from draftsmith.progress import Progress
-from draftsmith.recipe import Recipe
+from draftsmith.recipe import Recipe, RunDirectory
 from draftsmith.regenerate import regenerate
-from draftsmith.stamps import Stamps, file_digest
+from draftsmith.stamps import Stamps
 from draftsmith.targets.description import TargetDescription
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
@@ -125,7 +127,7 @@ class Workspace:
         def work() -> None:
             layout = self._capture_layout()
             samples, tokenized = tokenize_all(conversations, self.target.tokenizer, recipe.data)
-            self.say(_tokenize_line(tokenized))
+            self.say(f"conversations: {tokenized.line()}")
             origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
             report = capture(self.target, samples, layout, directory, recipe.capture, origin, self.progress)
             for line in report.lines():
@@ -146,8 +148,8 @@ class Workspace:
 
     def train(self, *, resume: bool = False, fresh: bool = False) -> None:
         """The feature store, or with `train.features: online` the conversations and the target -> run checkpoints below
-        `train/`; `resume` goes on from the last of them (a workspace that
-        may redo stages also goes on by itself where an interrupted training has the same settings).
+        `train/`; `resume` goes on from the last of them (a workspace that may redo stages also goes on by itself where
+        an interrupted training has the same settings).
 
         Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
         """
@@ -166,22 +168,22 @@ class Workspace:
             outline = TargetOutline.of(self.target) if "target" in vars(self) else TargetOutline.load(recipe.target)
             origin = provenance(outline, outline.tokenizer, recipe.data)
             unfinished = RunCheckpoints(directory / CHECKPOINTS).latest() is not None
-            result = train(
-                draft_section=recipe.draft,
-                target=outline,
-                ends=outline.ends,
-                store=source,
-                run_dir=directory,
-                options=recipe.train,
-                track=recipe.track,
-                target_identity=origin.target,
-                tokenizer_identity=origin.tokenizer,
-                resume=resume or (self.stamps.redo and unfinished),
-                progress=self.progress,
-                evaluate_generate=evaluate,
-            )
-            if isinstance(source, OnlineFeatures):
-                source.close()
+            # Features that were computed are good whatever ends the training.
+            with closing(source) if isinstance(source, OnlineFeatures) else nullcontext():
+                result = train(
+                    draft_section=recipe.draft,
+                    target=outline,
+                    ends=outline.ends,
+                    store=source,
+                    run_dir=directory,
+                    options=recipe.train,
+                    track=recipe.track,
+                    target_identity=origin.target,
+                    tokenizer_identity=origin.tokenizer,
+                    resume=resume or (self.stamps.redo and unfinished),
+                    progress=self.progress,
+                    evaluate_generate=evaluate,
+                )
             if result.interrupted_by is not None:
                 self.say(f"training: stopped at step {result.step} of {result.total_steps} and saved; --resume goes on")
                 raise KeyboardInterrupt
@@ -191,7 +193,7 @@ class Workspace:
         if online:
             settings |= {**self._settings("target", "capture"), **self._data_settings()}
         else:
-            settings |= {"features": file_digest(recipe.features / "manifest.json")}
+            settings |= {"features": file_sha256(recipe.features / MANIFEST_FILE)}
         self._perform("train", settings, directory, work, fresh=fresh, keep_changed=resume)
 
     def plan_training(self, *, resume: bool = False) -> None:
@@ -278,7 +280,7 @@ class Workspace:
     def _data_settings(self) -> dict[str, Any]:
         """What decides the samples."""
         data = self.recipe.data.model_dump(mode="json", exclude={"prompts", "conversations"})
-        return {"conversations": file_digest(self._conversations_file()), "data": _effective(data)}
+        return {"conversations": file_sha256(self._conversations_file()), "data": _effective(data)}
 
     def _capture_layout(self) -> CaptureLayout:
         """The features that training this recipe's draft needs."""
@@ -301,7 +303,7 @@ class Workspace:
         samples, tokenized = tokenize_all(
             read_conversations(self._conversations_file()), self.target.tokenizer, recipe.data
         )
-        self.say(_tokenize_line(tokenized))
+        self.say(f"conversations: {tokenized.line()}")
         origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
         return OnlineFeatures(self.target, samples, self._capture_layout(), recipe.capture, origin, cache=cache)
 
@@ -368,13 +370,13 @@ def export_directory(
     out None: `draft/` in the run directory. target None: where the run's features came from. The card names the accept
     length of the run's benchmark if that measured these very weights.
     """
-    training = run if (run / RECORD_FILE).is_file() else run / "train"
-    run = training.parent
-    directory = out or run / "draft"
+    training = run if (run / RECORD_FILE).is_file() else RunDirectory(run).training
+    files = RunDirectory(training.parent)
+    directory = out or files.draft_directory
     measured: dict[str, float] = {}
-    bench = Stamps(run, redo=False).finished("bench")
-    if bench is not None and (run / "bench.json").is_file():
-        length = read_report(run / "bench.json").accept_length
+    bench = Stamps(files.run, redo=False).finished("bench")
+    if bench is not None and files.bench_json.is_file():
+        length = read_report(files.bench_json).accept_length
         if length is not None:
             measured[str(bench["draft"])] = length
     exported = export_run(training, options, directory, target=target, measured=measured)
@@ -390,14 +392,3 @@ def _effective(value: Any) -> Any:
 def _prompts(source: str, split: Literal["train", "heldout"]) -> list[Prompt]:
     """The prompts of a file, or the shipped ones of a split."""
     return shipped_prompts(split) if source == SHIPPED_PROMPTS else read_prompts(source)
-
-
-def _tokenize_line(report: TokenizeReport) -> str:
-    left_out = {
-        "cut": report.cut,
-        "skipped for their length": report.skipped,
-        "without anything to learn": report.unsupervised,
-        "hidden by the template": report.mismatched,
-    }
-    notes = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
-    return f"conversations: {report.conversations:,} read, {report.samples:,} samples, {report.tokens:,} tokens{notes}"

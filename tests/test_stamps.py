@@ -3,7 +3,7 @@
 import pytest
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.stamps import Stamps, file_digest
+from draftsmith.stamps import Stamps
 
 
 class Work:
@@ -74,14 +74,6 @@ def test_a_damaged_stamp_is_an_error(tmp_path):
     (tmp_path / "stages" / "capture.json").write_text("{")
     with pytest.raises(DraftsmithError, match="damaged"):
         Stamps(tmp_path, redo=True).perform("capture", {}, [work.output], work)
-
-
-def test_digests_follow_content(tmp_path):
-    file = tmp_path / "f"
-    file.write_bytes(b"one")
-    before = file_digest(file)
-    file.write_bytes(b"two")
-    assert file_digest(file) != before
 
 
 def test_a_run_directory_that_cannot_be_is_an_error(tmp_path):

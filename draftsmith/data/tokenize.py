@@ -53,6 +53,17 @@ class TokenizeReport:
     mismatched: int = 0
     default_system_prompt: str | None = None
 
+    def line(self) -> str:
+        """The counts for people; what was left out only where something was."""
+        left_out = {
+            "cut": self.cut,
+            "skipped for their length": self.skipped,
+            "without anything to learn": self.unsupervised,
+            "hidden by the template": self.mismatched,
+        }
+        notes = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
+        return f"{self.conversations:,} read, {self.samples:,} samples, {self.tokens:,} tokens{notes}"
+
 
 def tokenize_all(
     conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, options: DataOptions

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.schema import CaptureLayout
 
 MANIFEST_FILE = "manifest.json"
@@ -206,19 +206,7 @@ def read_manifest(directory: Path | str) -> StoreManifest:
 
 def header_differences(store: StoreHeader, wanted: StoreHeader) -> str:
     """Every field in which two headers differ, as `field: the store has X, this run needs Y`."""
-
-    def fields(values: dict[str, object], prefix: str = "") -> dict[str, object]:
-        flat: dict[str, object] = {}
-        for name, value in values.items():
-            if isinstance(value, dict):
-                flat |= fields(value, f"{prefix}{name}.")
-            else:
-                flat[prefix + name] = value
-        return flat
-
-    have, need = fields(store.model_dump()), fields(wanted.model_dump())
     return "; ".join(
-        f"{name}: the store has {have.get(name)!r}, this run needs {need.get(name)!r}"
-        for name in dict.fromkeys([*have, *need])
-        if have.get(name) != need.get(name)
+        f"{name}: the store has {has!r}, this run needs {needs!r}"
+        for name, has, needs in differences(store.model_dump(), wanted.model_dump())
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 from draftsmith.data.jsonl import read_records
 from draftsmith.data.prompts import Prompt
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, differences
+from draftsmith.features.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +81,7 @@ class AnswerFile:
             raise DraftsmithError(f"{self.settings_path}: damaged ({error.msg}); {self._fix}") from error
         if found == wanted:
             return
-        then, now = _flat(found), _flat(wanted)
-        changes = "; ".join(
-            f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
-            for name in sorted(then.keys() | now.keys())
-            if then.get(name) != now.get(name)
-        )
+        changes = "; ".join(f"{name} was {then!r}, now {now!r}" for name, then, now in differences(found, wanted))
         raise DraftsmithError(f"{self.path} holds answers made with other settings: {changes}; {self._fix}")
 
     def _drop_torn_line(self) -> None:
@@ -103,21 +99,6 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
 def _write_durably(path: Path, text: str) -> None:
-    """The whole file or none of it, whenever the machine stops."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with replacing(path) as file:
+        file.write(text.encode())
