@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DRAFTSMITH_INTEROP_PYTHON", ROOT / ".venv-interop/bin/python"))
 pytestmark = [
     pytest.mark.interop,
+    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment that `make interop` makes"),
 ]
 
