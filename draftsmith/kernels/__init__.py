@@ -1,0 +1,1 @@
+"""Fused operations, each beside the plain PyTorch reference that it equals."""

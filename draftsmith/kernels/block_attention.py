@@ -65,7 +65,7 @@ def _visible(start: Tensor, width: int, length: int, causal: bool, window: int |
 
 
 @triton.jit
-def _chunk_kernel(
+def _chunk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, start_ptr, partial_ptr, lse_ptr,
     q_stride_b, q_stride_h, q_stride_w, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
     scale, softcap, num_chunks,
@@ -143,7 +143,7 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _join_kernel(
+def _join_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, start_ptr, sinks_ptr, out_ptr,
     out_stride_b, out_stride_h, out_stride_w, num_chunks,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,

@@ -17,7 +17,7 @@ def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _gated_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gated_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH

@@ -50,7 +50,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rope_cache_kernel(
+def _rope_cache_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, start_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
     qkv_stride_b, qkv_stride_w, cos_stride_b, cos_stride_w,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps,
