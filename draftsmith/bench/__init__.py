@@ -1,0 +1,1 @@
+"""Accept length and speed of a draft against plain decoding of the same target."""

@@ -1,0 +1,1 @@
+"""The geometry of a block: anchors, labels, masks, position weights, accept lengths."""

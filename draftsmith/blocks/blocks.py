@@ -32,5 +32,6 @@ class Blocks:
     first_label: Tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Blocks":
+        """The same blocks on `device`; shapes and dtypes stay."""
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
         return replace(self, **moved)

@@ -33,9 +33,11 @@ class Refusals:
 
     @property
     def count(self) -> int:
+        """How many samples are refused."""
         return sum(map(len, self.ids.values()))
 
     def add(self, reason: Reason, sample_id: str) -> None:
+        """Refuse one sample; `check_share` says when they are too many."""
         self.ids.setdefault(reason, []).append(sample_id)
 
     def check_share(self) -> None:

@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: prefill, propose, verify, commit."""

@@ -32,6 +32,7 @@ class SamplingOptions:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is taken and nothing is drawn."""
         return self.temperature == 0.0
 
 

@@ -24,6 +24,7 @@ class PackedBatch:
     sample_ids: list[list[str]]
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "PackedBatch":
+        """The same batch on `device`; shapes and dtypes stay."""
         moved = {
             f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
             for f in fields(self)

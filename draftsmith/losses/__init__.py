@@ -1,0 +1,1 @@
+"""Losses over the vocabulary that never hold the logits of all rows."""

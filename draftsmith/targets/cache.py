@@ -45,14 +45,17 @@ class KeyValueCache:
 
     @property
     def num_layers(self) -> int:
+        """Layers of the target, each with keys and values of its own."""
         return len(self.keys)
 
     @property
     def batch(self) -> int:
+        """Rows."""
         return self.keys[0].shape[0]
 
     @property
     def max_length(self) -> int:
+        """Positions of a row."""
         return self.keys[0].shape[2]
 
     def view(self, limit: int) -> "KeyValueCache":

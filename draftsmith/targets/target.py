@@ -111,14 +111,17 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
+        """H."""
         return self.ends.hidden_size
 
     @property
     def vocab_size(self) -> int:
+        """V, the rows of the output head."""
         return self.ends.vocab_size
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers."""
         return len(self._layers)
 
     @property
@@ -128,10 +131,12 @@ class Target:
 
     @property
     def device(self) -> torch.device:
+        """Of the output head, where states and logits come out."""
         return self.ends.head_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the output head."""
         return self.ends.head_weight.dtype
 
     def new_cache(self, batch: int, max_length: int) -> KeyValueCache:
