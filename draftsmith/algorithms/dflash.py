@@ -20,6 +20,7 @@ from draftsmith.algorithms.algorithm import (
 )
 from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
 from draftsmith.algorithms.metrics import label_metrics
+from draftsmith.algorithms.sampled_vocabulary import SampledVocabulary
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
@@ -29,10 +30,16 @@ from draftsmith.targets.ends import TargetEnds
 
 
 class DFlashObjectiveOptions(Options):
-    """`draft.objective` of DFlash: how labels are weighted, and how many slots go through the output head at a time."""
+    """`draft.objective` of DFlash: how labels are weighted, and how many slots go through the output head at a time.
+
+    `negatives`: training's softmax runs over the labels of a micro-batch and so many other tokens drawn at random,
+    instead of the whole vocabulary (None): for CPUs, where the head costs more than a small draft. Evaluation is always
+    whole.
+    """
 
     weighting: Weighting = DecayWeighting()
     head_chunk: int = Field(default=1024, ge=1)
+    negatives: int | None = Field(default=None, ge=1)
 
 
 class DFlashSection(DraftSection):
@@ -52,9 +59,16 @@ class DFlashObjective:
     def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
         blocks = outputs.blocks
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
+        project, labels = partial(draft.logits, ends=ends), blocks.labels
+        sample: SampledVocabulary | None = None
+        if self.options.negatives is not None and draft.training:
+            sample = SampledVocabulary.draw(labels[blocks.label_mask], ends, self.options.negatives)
+            project, labels = partial(sample.logits, draft=draft), sample.index(labels)
         losses, predicted = linear_cross_entropy(
-            hidden, partial(draft.logits, ends=ends), blocks.labels, blocks.label_mask, chunk=self.options.head_chunk
+            hidden, project, labels, blocks.label_mask, chunk=self.options.head_chunk
         )  # [R, N, P]
+        if sample is not None:
+            predicted = sample.token_ids[predicted]
         numerator, denominator = self.options.weighting.weighted(losses, blocks)
         metrics = {"loss": (numerator.detach(), denominator), **label_metrics(predicted, blocks)}
         return Terms(numerator, denominator, metrics)

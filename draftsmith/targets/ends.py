@@ -85,6 +85,16 @@ class TargetEnds(nn.Module):
         logits = functional.linear(hidden, self.head_weight)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
+    def rows(self, token_ids: Tensor) -> "TargetEnds":
+        """The ends of a target that knows only these tokens: token_ids [n] int64 -> copies of their rows, in this
+        order."""
+        return TargetEnds(
+            self.embedding_weight[token_ids],
+            self.head_weight[token_ids],
+            embedding_scale=self.embedding_scale,
+            softcap=self.softcap,
+        )
+
     @classmethod
     def from_model(cls, model: Any, text_config: PretrainedConfig) -> "TargetEnds":
         """The ends of a Hugging Face causal LM in memory; shares its tensors."""
