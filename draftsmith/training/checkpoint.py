@@ -144,8 +144,10 @@ class RunCheckpoints:
         raise_together(failure)
         try:
             sharded_files.save(_beside(weights, optimizer), checkpoint_id=partial / SHARDS)
-        except (OSError, CheckpointException) as error:
+        except OSError as error:
             failure = self._not_written(position, error)
+        except CheckpointException as error:
+            failure = self._not_written(position, _reasons(error))
         raise_together(failure)
         if accelerator.is_main_process:
             try:
@@ -180,7 +182,7 @@ class RunCheckpoints:
         shutil.rmtree(replaced, ignore_errors=True)
         return Checkpoint(final, position)
 
-    def _not_written(self, position: Position, error: BaseException) -> DraftsmithError:
+    def _not_written(self, position: Position, error: BaseException | str) -> DraftsmithError:
         shutil.rmtree(self._partial(position), ignore_errors=True)
         kept = self.latest()
         return DraftsmithError(
@@ -246,6 +248,14 @@ def _fault(directory: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, {size} were written"
     return None if position.files else f"{POSITION} names no files"
+
+
+def _reasons(error: CheckpointException) -> str:
+    """Why each process that failed did."""
+    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+    # A failed write makes torch fail once more while it closes the file; the first failure is the reason.
+    first = {r: f.__context__ if isinstance(f.__context__, OSError) else f for r, f in failures.items()}
+    return "; ".join(f"process {rank}: {failure}" for rank, failure in first.items())
 
 
 def _save_state(state: dict[str, Any], path: Path) -> None:

@@ -1,12 +1,17 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
+from draftsmith.algorithms.algorithm import Terms
+from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.errors import DraftsmithError
 from draftsmith.training.batches import BlockSampler
-from draftsmith.training.evaluation import Evaluation, score, split_documents
+from draftsmith.training.evaluation import Evaluation, score, split_documents, whole_blocks
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.source import StoreSource
 from tests.tiny_draft import tiny_draft
@@ -88,3 +93,47 @@ def test_score_is_higher_for_the_better():
     assert score({"loss": None}, "loss") is None
     with pytest.raises(DraftsmithError, match=r"best_by is 'accept_length'.*reports loss"):
         score({"loss": 1.0}, "accept_length")
+
+
+def test_blocks_are_predicted_from_their_anchor_whatever_training_shows(parts):
+    loss, evaluation = parts
+    accelerator = Accelerator(cpu=True)
+    plain = evaluation()
+    wanted = plain.run(loss, torch.device("cpu"), 0.0, accelerator)
+    (documents, lengths, names) = ([3, 4, 9, 11, 17], *_facts(plain, [3, 4, 9, 11, 17]))
+    showing = replace(plain._sampler, visible_slots=lambda generator, count: np.full(count, 2))
+    other = Evaluation(showing, documents, lengths, names, rows_per_forward=1, rank=0, num_ranks=1)
+    assert other.run(loss, torch.device("cpu"), 0.0, accelerator) == wanted
+    assert showing.micro_batch(other._forwards[0], epoch=0).blocks.first_label.any()  # in training it would show
+
+
+def _facts(evaluation, documents):
+    source = evaluation._sampler.source
+    return [source.lengths[i] for i in documents], [source.sample_ids[i] for i in documents]
+
+
+def test_only_whole_blocks_count(parts):
+    loss, evaluation = parts
+    sampler = replace(evaluation()._sampler, num_anchors=50)  # all candidates
+    blocks = sampler.micro_batch(evaluation()._forwards[0], epoch=0).blocks
+    whole = whole_blocks(blocks).label_mask
+    supervised = blocks.label_mask.sum(-1)
+    assert ((supervised > 0) & (supervised < 3)).any()  # some blocks are cut
+    assert torch.equal(whole.any(-1), supervised == 3)
+    assert torch.equal(whole.all(-1), supervised == 3)
+
+
+def test_a_draft_that_is_always_right_has_the_accept_length_of_the_whole_block(parts):
+    loss, evaluation = parts
+    objective = loss._objective
+
+    class Right:
+        def terms(self, draft, ends, outputs):
+            terms = objective.terms(draft, ends, outputs)
+            right = label_metrics(outputs.blocks.labels, outputs.blocks)
+            return Terms(terms.numerator, terms.denominator, {**terms.metrics, **right})
+
+    loss._objective = Right()
+    averages = evaluation().run(loss, torch.device("cpu"), 0.0, Accelerator(cpu=True))
+    assert averages["accept_length"] == 4.0
+    assert averages["accuracy"] == [1.0, 1.0, 1.0]
