@@ -57,10 +57,9 @@ class Engine:
             self.width = self.options.verify_width or 1
         else:
             self._check(draft)
-            self.proposer = algorithm_for(draft.config).proposer(
-                draft, target.ends, self.options.num_proposals, **self.options.proposer
-            )
-            self.width = 1 + self.proposer.num_proposals
+            method = algorithm_for(draft.config)
+            self.proposer = method.proposer(draft, target.ends, self.options.num_proposals, **self.options.proposer)
+            self.width = method.block_layout(draft.config).verify_width(self.proposer.num_proposals)
 
     def decode(self, request: Request) -> list[Generation]:
         """Runs a request: one `Generation` a prompt, in order. Errors as in `start` and `finished`."""
