@@ -19,8 +19,9 @@ def by_generating(
 ) -> Callable[[Draft], dict[str, float]]:
     """A function for `train(evaluate_generate=...)`: greedy answers to `prompts` (token ids), decoded speculatively.
 
-    It returns `accept_length`, the tokens committed per verify over all of them (less the last one of an answer that met
-    the limit, which may have cut it), and `tokens`, how many were made; just `tokens` where no verify is left. busy: held while the target runs, where another thread uses it too.
+    It returns `accept_length`, the tokens committed per verify over all of them (less the last one of an answer that
+    met the limit, which may have cut it), and `tokens`, how many were made; just `tokens` where no verify is left.
+    busy: held while the target runs, where another thread uses it too.
     """
     turn: AbstractContextManager[Any] = busy if busy is not None else nullcontext()
 
