@@ -154,7 +154,7 @@ class Workspace:
         Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
         """
         recipe, directory = self.recipe, self.recipe.training
-        if fresh and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if fresh and _processes() > 1:
             raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
         online = recipe.train.features == "online"
         store = None if online else Store.open(recipe.features)
@@ -294,11 +294,10 @@ class Workspace:
     def _online_features(self) -> OnlineFeatures:
         """The target, to be asked for features while training."""
         recipe, cache = self.recipe, self.recipe.train.online.cache
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if cache is not None and processes > 1:
+        if cache is not None and _processes() > 1:
             raise DraftsmithError(
-                f"train.online.cache is {cache!r} with {processes} processes, and one process fills a cache; leave it "
-                "out, or run `draftsmith capture` and train with train.features=store"
+                f"train.online.cache is {cache!r} with {_processes()} processes, and one process fills a cache; leave "
+                "it out, or run `draftsmith capture` and train with train.features=store"
             )
         samples, tokenized = tokenize_all(
             read_conversations(self._conversations_file()), self.target.tokenizer, recipe.data
@@ -381,6 +380,11 @@ def export_directory(
             measured[str(bench["draft"])] = length
     exported = export_run(training, options, directory, target=target, measured=measured)
     say(f"draft: step {exported.step:,} in layout {options.layout} at {directory}; reads back as it was written")
+
+
+def _processes() -> int:
+    """How many processes a launcher has started together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _effective(value: Any) -> Any:
