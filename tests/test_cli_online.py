@@ -1,27 +1,56 @@
-"""Online training by command: what a failed run leaves in its cache."""
+"""Online training by command: the same run as from a store, and options that contradict each other."""
+
+import json
 
 import pytest
 
-from draftsmith.features.shards import finished_shards
-from tests.test_cli import fails, save_target, write_lines, write_recipe
+from tests.test_cli import fails, run, save_target, write_lines, write_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_features_of_a_training_that_failed_are_kept(tmp_path):
-    target = save_target(tmp_path / "target")
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("online")
     chats = [
         {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "a b c d e f g h"}]}
-        for n in range(40)
+        for n in range(12)
     ]
-    recipe = write_recipe(
-        tmp_path,
-        target,
-        data={"conversations": str(write_lines(tmp_path / "chats.jsonl", chats))},
-        train={"features": "online", "online": {"cache": str(tmp_path / "cache")}, "lr": 1e38, "max_steps": 9},
+    return write_recipe(
+        directory,
+        save_target(directory / "target"),
+        data={"conversations": str(write_lines(directory / "chats.jsonl", chats))},
+        capture={"dtype": "float32"},
     )
-    assert "is not finite" in fails("train", recipe)
-    kept = {name for shard in finished_shards(tmp_path / "cache") for name in shard.sample_ids}
-    assert 0 < len(kept) < len(chats)
-    # The same command works on what is there: nothing holds the cache any more.
-    assert "is not finite" in fails("train", recipe)
+
+
+def losses(directory):
+    lines = (directory / "train" / "metrics.jsonl").read_text().splitlines()
+    return [entry["loss"] for entry in map(json.loads, lines) if entry["kind"] == "train"]
+
+
+def test_training_online_is_training_from_a_store(recipe, tmp_path):
+    for command, *overrides in (("capture",), ("train", "track.every=1")):
+        status, _, errors = run(command, recipe, f"run={tmp_path / 'stored'}", *overrides)
+        assert status == 0, errors
+    status, _, errors = run("train", recipe, f"run={tmp_path / 'live'}", "track.every=1", "train.features=online")
+    assert status == 0, errors
+    assert not (tmp_path / "live" / "features").exists()
+    stored = losses(tmp_path / "stored")
+    assert len(stored) == 3
+    assert losses(tmp_path / "live") == pytest.approx(stored, rel=1e-4)
+    status, _, errors = run(
+        "train", recipe, f"run={tmp_path / 'other'}", "track.every=1", "train.features=online", "train.seed=7"
+    )
+    assert status == 0, errors
+    assert losses(tmp_path / "other") != pytest.approx(stored, rel=1e-4)
+
+
+def test_options_that_do_not_go_together_are_errors(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = fails(
+        "train", recipe, f"run={tmp_path / 'run'}", "train.features=online", f"train.online.cache={tmp_path / 'cache'}"
+    )
+    assert "train.online.cache" in message
+    assert "2 processes" in message
+    assert "--fresh works with one process only" in fails("train", recipe, f"run={tmp_path / 'run'}", "--fresh")
