@@ -104,7 +104,7 @@ def training_facts(path: Path) -> dict[str, Any]:
 def draft_facts(path: Path) -> dict[str, Any]:
     """Method, shape, tensors and layout of a draft directory."""
     draft = read_directory(path)
-    config = draft.config
+    config = DraftConfig.parse(draft.config).to_dict()
     parameters = sum(tensor.numel() for tensor in draft.tensors.values())
     stored = sum(tensor.numel() * tensor.element_size() for tensor in draft.tensors.values())
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in draft.tensors.values())
@@ -123,6 +123,7 @@ def draft_facts(path: Path) -> dict[str, Any]:
         "dtype": ", ".join(f"{name} ({count})" for name, count in dtypes.items()),
         "bytes": readable_bytes(stored),
         **({"ignored tensors": ", ".join(draft.ignored)} if draft.ignored else {}),
+        **({"notes": "\n".join(draft.notes)} if draft.notes else {}),
     }
 
 

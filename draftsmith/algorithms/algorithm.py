@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StrictInt
 from torch import Tensor
 
 from draftsmith.algorithms.serving import Served, Serving
@@ -115,21 +115,21 @@ class DraftSection(Options):
 
     algorithm: str
     init_from: str | None = None
-    mask_token_id: int | None = None
-    block_size: int | None = None
-    num_hidden_layers: int | None = None
-    target_layer_ids: tuple[int, ...] | None = None
-    num_taps: int | None = None
+    mask_token_id: StrictInt | None = None
+    block_size: StrictInt | None = None
+    num_hidden_layers: StrictInt | None = None
+    target_layer_ids: tuple[StrictInt, ...] | None = None
+    num_taps: StrictInt | None = None
     hidden_act: str | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
+    num_attention_heads: StrictInt | None = None
+    num_key_value_heads: StrictInt | None = None
+    head_dim: StrictInt | None = None
+    intermediate_size: StrictInt | None = None
     rms_norm_eps: float | None = None
-    max_position_embeddings: int | None = None
+    max_position_embeddings: StrictInt | None = None
     rope_theta: float | None = None
     layer_types: tuple[str, ...] | None = None
-    sliding_window: int | None = None
+    sliding_window: StrictInt | None = None
     causal: bool | None = None
     output_multiplier: float | None = None
     final_logit_softcapping: float | None = None

@@ -94,7 +94,8 @@ class Reference:
                     label, previous = (document.ids[position], document.ids[position - 1]) if counts else (0, 0)
                     logits = draft.logits(hidden[j + 1], target.ends)
                     unary.append(torch.logsumexp(logits, -1) - logits[label])
-                    candidates = sorted(range(VOCAB), key=lambda token, x=logits.detach(): -float(x[token]))[:top_k]
+                    values = logits.tolist()
+                    candidates = sorted(range(VOCAB), key=lambda token, x=values: -x[token])[:top_k]
                     offered = [score(draft, logits, hidden[j + 1], previous, c) for c in candidates]
                     choice = candidates[max(range(top_k), key=lambda i, s=offered: float(s[i].detach()))]
                     present = label in candidates
