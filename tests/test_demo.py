@@ -1,0 +1,106 @@
+"""The demo, stage by stage, on a tiny target: everything is made, nothing is made twice, and `fresh` starts over."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from draftsmith.bench.report import read_report
+from draftsmith.demo import demo_recipe, run_demo
+from draftsmith.errors import DraftsmithError
+from draftsmith.progress import SilentProgress
+from tests.tiny import tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    """What makes the demo small: another target, a few prompts, short answers, few steps."""
+    directory = tmp_path_factory.mktemp("demo")
+    tokens = tiny_tokenizer()
+    tiny_model("llama", vocab_size=len(tokens), num_layers=8).save_pretrained(directory / "target")
+    tokens.save_pretrained(directory / "target")
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": f"p{n}", "prompt": f"say {n}"}) + "\n" for n in range(5)))
+    return [
+        f"target.path={directory / 'target'}",
+        "target.device=cpu",
+        "draft.target_layer_ids=[1,4]",
+        "draft.num_taps=null",
+        f"data.prompts={prompts}",
+        f"bench.prompts={prompts}",
+        "regenerate.max_new_tokens=10",
+        "bench.max_new_tokens=8",
+        "train.max_steps=3",
+        "train.device=cpu",
+        "train.precision=fp32",
+    ]
+
+
+def demo(run, overrides, *, fresh=False):
+    out = io.StringIO()
+    report = run_demo(run, overrides, fresh=fresh, progress=SilentProgress(), console=Console(file=out, width=120))
+    return report, out.getvalue()
+
+
+def contents(run):
+    """Every file but the exported draft's, which is written each time, with its time of change."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.parent.name != "draft")
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_the_demo_makes_everything_and_shows_it(tmp_path, overrides):
+    run = tmp_path / "run"
+    report, shown = demo(run, overrides)
+    assert report == read_report(run / "bench.json")
+    assert report.equal_share == 1.0
+    assert "100 %" in shown
+    assert str(run / "bench.html") in shown
+    assert (run / "bench.html").is_file()
+    assert "draftsmith generate" in shown
+    assert (run / "draft" / "config.json").is_file()
+
+
+def test_a_second_demo_skips_what_is_done(tmp_path, overrides):
+    run = tmp_path / "run"
+    first, _ = demo(run, overrides)
+    before = contents(run)
+    second, shown = demo(run, overrides)
+    assert second == first
+    assert contents(run) == before
+    assert shown.count("done already") == 4
+
+
+def test_changed_settings_redo_that_stage_and_what_follows(tmp_path, overrides):
+    run = tmp_path / "run"
+    demo(run, overrides)
+    before = contents(run)
+    demo(run, [*overrides, "train.max_steps=4"])
+    changed = {path.relative_to(run).parts[0] for path, time in contents(run).items() if before.get(path) != time}
+    assert changed == {"train", "stages", "bench.json", "bench.html"}
+
+
+def test_fresh_starts_over_and_spares_strangers(tmp_path, overrides):
+    run = tmp_path / "run"
+    demo(run, overrides)
+    before = contents(run)
+    demo(run, overrides, fresh=True)
+    after = contents(run)
+    assert all(after[path] > time for path, time in before.items() if path in after)
+
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "thesis.txt").write_text("years of work")
+    with pytest.raises(DraftsmithError, match="not removed"):
+        demo(stranger, overrides, fresh=True)
+    assert (stranger / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_demo_recipe_is_the_shipped_one(tmp_path):
+    recipe = demo_recipe(tmp_path, ["target.path=elsewhere"])
+    assert recipe.run == tmp_path
+    assert recipe.data.prompts == "shipped"
+    assert recipe.bench.prompts == "shipped"
+    # The draft may only be asked for what its rows can hold.
+    assert recipe.data.max_length <= recipe.train.tokens_per_row
