@@ -104,7 +104,7 @@ def alone(tmp_path_factory, sparse):
     return root
 
 
-@pytest.mark.parametrize(("processes", "parallel"), [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")])
+@pytest.mark.parametrize(("processes", "parallel"), [(2, "ddp"), (4, "ddp"), (4, "fsdp")])
 def test_several_processes_equal_one_with_accumulation(tmp_path, sparse, alone, processes, parallel):
     options = {**OPTIONS, "parallel": parallel}
     jobs = [
@@ -120,8 +120,8 @@ def test_several_processes_equal_one_with_accumulation(tmp_path, sparse, alone, 
     assert checkpoint.sharded == (parallel == "fsdp")
 
 
-def test_the_comparison_sees_a_mean_of_means(alone, tmp_path, sparse):
-    """A run whose steps hold the same rows, grouped otherwise, is told apart."""
+def test_the_comparison_sees_small_differences(alone, tmp_path, sparse):
+    """A learning rate that differs by a thousandth shows."""
     train_job(store=sparse, run_dir=str(tmp_path), options={**OPTIONS, "lr": 1.001e-3}, draft=METHODS["dflash"])
     assert difference(alone / "dflash", tmp_path) > 1e-6
 

@@ -19,7 +19,7 @@ from tests.training.distributed_run import train_job
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "device": "cpu",
-    "max_steps": 60,
+    "max_steps": 45,
     "rows_per_step": 2,
     "tokens_per_row": 48,
     "num_anchors": 8,
@@ -77,7 +77,7 @@ def assert_same(straight, run_dir):
     assert a.position == b.position
     mine, theirs = a.weights(), b.weights()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert steps_logged(run_dir) == list(range(1, 61))
+    assert steps_logged(run_dir) == list(range(1, 46))
 
 
 def test_sigkill_loses_no_more_than_the_steps_since_the_last_save(tmp_path, features, straight):
@@ -99,7 +99,7 @@ def test_sigterm_finishes_the_step_saves_and_goes_on_bit_for_bit(tmp_path, featu
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     stopped = int(out.split()[-1])
-    assert 12 <= stopped < 60
+    assert 12 <= stopped < 45
     assert find_checkpoint(tmp_path / "run", "last").position.step == stopped == max(steps_logged(tmp_path / "run"))
     assert "stopped by SIGTERM" in (tmp_path / "run" / "report.html").read_text()
     train_job(store=features, run_dir=str(tmp_path / "run"), options=OPTIONS, resume=True)
@@ -115,4 +115,4 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, features):
     stopped = {line for line in out.splitlines() if line.startswith("done")}
     assert out.count("done") == 2
     assert len(stopped) == 1
-    assert find_checkpoint(tmp_path / "run", "last").position.step == int(stopped.pop().split()[1]) < 60
+    assert find_checkpoint(tmp_path / "run", "last").position.step == int(stopped.pop().split()[1]) < 45
