@@ -23,7 +23,11 @@ GPU_OVERRIDES = (
     "regenerate.max_new_tokens=256",
     "regenerate.batch_size=128",
     "draft.num_hidden_layers=5",
+    "draft.block_size=8",
+    "draft.objective.negatives=null",
+    "train.max_steps=null",
     "train.epochs=40",
+    "train.lr=1e-3",
     "train.num_anchors=256",
     "train.tokens_per_row=2048",
     "train.precision=bf16",
@@ -80,12 +84,13 @@ def result_table(report: BenchReport) -> Table:
 
 def next_steps(recipe: Recipe) -> str:
     """Where the results lie, and commands that go on from them."""
-    run = recipe.run
+    run, train = recipe.run, recipe.train
+    longer = f"train.epochs={2 * train.epochs}" if train.max_steps is None else f"train.max_steps={2 * train.max_steps}"
     return (
         f"accept-length histogram: {recipe.bench_page.resolve()}\n"
         "go on with:\n"
         f"  draftsmith generate {DEMO_RECIPE} run={run} -p 'Count from 1 to 20.'\n"
         f"  draftsmith inspect {run}\n"
-        f"  draftsmith train {DEMO_RECIPE} run={run} --resume train.epochs={recipe.train.epochs * 2}\n"
+        f"  draftsmith train {DEMO_RECIPE} run={run} --resume {longer}\n"
         f"  draftsmith bench {DEMO_RECIPE} run={run} bench.max_new_tokens=256"
     )

@@ -1,11 +1,8 @@
 """The decoding attention kernel against its plain reference (Triton's interpreter on CPU; in full in tests/gpu)."""
 
-import os
-
 import pytest
 import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from draftsmith.kernels.block_attention import block_attention, block_attention_reference

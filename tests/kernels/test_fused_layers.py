@@ -1,11 +1,8 @@
 """RMS norm, gated activation and rope-and-cache against their plain references."""
 
-import os
-
 import pytest
 import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from draftsmith.kernels.gated_activation import gated_activation, gated_activation_reference
