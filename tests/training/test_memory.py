@@ -43,7 +43,8 @@ def test_gradient_checkpointing_keeps_less_and_changes_nothing(target, store):
     assert kept_less < 0.5 * kept, (kept_less, kept)
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiling for a CPU takes minutes")
 def test_compiled_layers_train_alike(target, store, tmp_path):
     for how in (False, True):
         train(
