@@ -1,7 +1,6 @@
 """Recipes: what is read, what is refused and how it is said, and that the shipped ones mean what they say."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import Qwen3Config
 from draftsmith.algorithms.build import draft_config
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipe import Recipe, find_recipe, load_recipe, parse_recipe, shipped_recipes
+from tests.algorithms.facts import Facts
 
 MINIMAL = {
     "run": "runs/x",
@@ -176,31 +176,6 @@ def test_an_unknown_reference_is_refused(tmp_path):
 
 
 # --- the shipped recipes --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Facts:
-    """A target's facts, from its configuration alone."""
-
-    text_config: Qwen3Config
-
-    @property
-    def hidden_size(self) -> int:
-        return self.text_config.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.text_config.num_hidden_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.text_config.vocab_size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.text_config.max_position_embeddings
-
-    embedding_scale: float | None = None
 
 
 def test_recipes_are_found_by_name_and_all_load():
