@@ -1,7 +1,7 @@
 """The two ends of the target that a draft shares: token embeddings going in, output head coming out."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ def check_no_other_scales(text_config: PretrainedConfig) -> None:
                 f"the target's model type {text_config.model_type!r} has {name} = {value}; draftsmith knows Gemma's "
                 "embedding scale and final_logit_softcapping, no other: this target is not supported"
             )
+
+
+class Choice(NamedTuple):
+    """The head's most likely tokens: ids [...] int64, ties to the lowest; finite [...] bool, False where the logits
+    held a NaN, plus infinity, or nothing above minus infinity, so that the id means nothing."""
+
+    ids: Tensor
+    finite: Tensor
 
 
 class TargetEnds(nn.Module):
@@ -84,6 +92,11 @@ class TargetEnds(nn.Module):
         """States after the final norm [..., H], in the weights' dtype -> the target's logits [..., V]."""
         logits = functional.linear(hidden, self.head_weight)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def argmax(self, hidden: Tensor) -> Choice:
+        """States after the final norm [..., H], in the weights' dtype -> the most likely token of each."""
+        logits = self.project(hidden)
+        return Choice(logits.argmax(-1), logits.amax(-1).isfinite())
 
     def rows(self, token_ids: Tensor) -> "TargetEnds":
         """The ends of a target that knows only these tokens: token_ids [n] int64 -> copies of their rows, in this
