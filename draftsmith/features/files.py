@@ -22,6 +22,8 @@ SAFETENSORS_DTYPES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
 }

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from draftsmith.errors import DraftsmithError, differences
-from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.schema import FP8, CaptureLayout
 
 MANIFEST_FILE = "manifest.json"
 FORMAT: Final = "draftsmith-features"
@@ -17,8 +17,8 @@ VERSION: Final = 1
 TAP_CONVENTION: Final = "0-based decoder layer; residual stream after the layer, before any final norm"
 FINAL_STATE_CONVENTION: Final = "post_norm"
 
-StoreDtype = Literal["bfloat16", "float32"]
-STORE_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+StoreDtype = Literal["bfloat16", "float32", "fp8"]
+STORE_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": FP8}
 
 # A bare file name: nothing in a manifest can name a path outside its directory.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]

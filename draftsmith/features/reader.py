@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.encoding import decode
 from draftsmith.features.files import SAFETENSORS_DTYPES, check_file, check_size, open_safetensors, unpack_strings
 from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest, read_manifest
 from draftsmith.features.record import Record
@@ -113,33 +114,40 @@ class _Shard:
         self.input_ids = tokens.get_tensor("input_ids")
         self.loss_mask = tokens.get_tensor("loss_mask")
         self.offsets: list[int] = tokens.get_tensor("offsets").tolist()
-        self.checksums = {name: tokens.get_tensor(f"crc32.{name}").tolist() for name in features}
+        self.layout = layout
+        self.features = features
+        stored = {name: kind for feature in features for name, kind in layout.stored_of(feature).items()}
+        self.checksums = {name: tokens.get_tensor(f"crc32.{name}").tolist() for name in stored}
         file = open_safetensors(self.path)
-        missing = sorted(set(features) - set(file.keys()))
+        missing = sorted(set(stored) - set(file.keys()))
         if missing:
             raise StoreError(f"{self.path} does not hold {', '.join(missing)}: the file is damaged")
-        self.features = {name: file.get_slice(name) for name in features}
+        self.stored = {name: file.get_slice(name) for name in stored}
         # The checksums cover the values; shape and dtype, which say how to read them, are the manifest's to know.
-        for name, rows in self.features.items():
+        for name, (width, dtype) in stored.items():
+            rows = self.stored[name]
             found = (rows.get_dtype(), rows.get_shape())
-            should = (SAFETENSORS_DTYPES[layout.dtype], [entry.tokens, layout.widths[name]])
+            should = (SAFETENSORS_DTYPES[dtype], [entry.tokens, width])
             if found != should:
                 raise StoreError(f"{self.path}: {name} is {found} and should be {should}: the file is damaged")
 
     def record(self, number: int, sample_id: str, length: int) -> Record:
         start, end = self.offsets[number], self.offsets[number + 1]
-        features: dict[str, Tensor] = {}
-        for name, rows in self.features.items():
-            features[name] = rows[start:end]
-            found = checksum(features[name])
-            if found != self.checksums[name][number] or features[name].shape[0] != length:
+        stored: dict[str, Tensor] = {}
+        for name, rows in self.stored.items():
+            stored[name] = rows[start:end]
+            found = checksum(stored[name])
+            if found != self.checksums[name][number] or stored[name].shape[0] != length:
                 raise StoreError(
                     f"{self.path}: {name} of sample {sample_id!r} has CRC-32 {found:08x} and should have "
                     f"{self.checksums[name][number]:08x}: the file is damaged; delete the two files "
                     "of this shard and capture again into this directory to replace only its samples"
                 )
         return Record(
-            sample_id, self.input_ids[start:end].to(torch.int64), self.loss_mask[start:end].to(torch.bool), features
+            sample_id,
+            self.input_ids[start:end].to(torch.int64),
+            self.loss_mask[start:end].to(torch.bool),
+            decode(stored, self.layout, self.features),
         )
 
 

@@ -13,9 +13,10 @@ from draftsmith.features.schema import CaptureLayout
 class Record:
     """A sample and its features.
 
-    input_ids [S] int64; loss_mask [S] bool; features: name -> [S, width] (names, widths and dtype as the
-    `CaptureLayout` says), on the CPU. Feature tensors read from a store are views of mapped files: do not write
-    into them.
+    input_ids [S] int64; loss_mask [S] bool; features: name -> [S, width], on the CPU. What is read from a store has
+    `CaptureLayout.widths` in `feature_dtype`; what is written into one has the tensors of `CaptureLayout.stored`, which
+    are the same but for 8-bit stores (`features.encoding`). Feature tensors read from a store may be views of mapped
+    files: do not write into them.
     """
 
     sample_id: str
@@ -25,7 +26,7 @@ class Record:
 
 
 def check_record(record: Record, layout: CaptureLayout) -> None:
-    """Raise `DraftsmithError` unless `record` is exactly what a store of `layout` holds."""
+    """Raise `DraftsmithError` unless `record` is exactly what files of a store of `layout` hold."""
 
     def refuse(what: str) -> None:
         raise DraftsmithError(f"sample {record.sample_id!r}: {what}")
@@ -41,10 +42,10 @@ def check_record(record: Record, layout: CaptureLayout) -> None:
         refuse(
             f"loss_mask is {record.loss_mask.dtype} {list(record.loss_mask.shape)}; it must be torch.bool [{length}]"
         )
-    widths = layout.widths
-    if set(record.features) != set(widths):
-        refuse(f"features are {sorted(record.features)}; the layout wants {sorted(widths)}")
-    for name, width in widths.items():
+    stored = layout.stored
+    if set(record.features) != set(stored):
+        refuse(f"features are {sorted(record.features)}; the layout wants {sorted(stored)}")
+    for name, (width, dtype) in stored.items():
         tensor = record.features[name]
-        if tensor.shape != (length, width) or tensor.dtype != layout.dtype:
-            refuse(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {layout.dtype} [{length}, {width}]")
+        if tensor.shape != (length, width) or tensor.dtype != dtype:
+            refuse(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} [{length}, {width}]")

@@ -3,7 +3,9 @@
 import hashlib
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,11 +39,14 @@ from draftsmith.features.manifest import (
     to_json,
 )
 from draftsmith.features.record import Record, check_record
+from draftsmith.features.schema import CaptureLayout
 
 HEADER_FILE = "header.json"
 TOKENS_ENDING = ".tokens.safetensors"
 FEATURES_ENDING = ".features.safetensors"
 DEFAULT_SHARD_BYTES = 1 << 30
+# Shards that are hashed, written and synced at a time, beside the one that fills: one thread moves less than a GPU makes.
+PARALLEL_SHARDS = 3
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,9 @@ class StoreWriter:
 
     Several writers (one a process) may fill one directory, each with its own `number`; their samples must be disjoint.
     Records become durable a shard at a time: features file, then tokens file; a shard counts once its tokens file is
-    there. `finish_store` then makes the whole a store. Leaving the context writes the last shard, also when an
-    exception ends the work: records that were added are good whatever came after.
+    there. `finish_store` then makes the whole a store. Full shards are written by threads of their own, so that adding
+    goes on meanwhile; memory holds up to `PARALLEL_SHARDS` + 1 of them. Leaving the context writes the last shard, also
+    when an exception ends the work: records that were added are good whatever came after.
 
     Raises `StoreError` where the directory holds another store (every differing field is named) or where another
     process is writing with the same number.
@@ -106,6 +112,8 @@ class StoreWriter:
         self._pending: list[Record] = []
         self._pending_ids: set[str] = set()
         self._pending_bytes = 0
+        self._threads = ThreadPoolExecutor(PARALLEL_SHARDS, thread_name_prefix="write shard")
+        self._writing: deque[_Writing] = deque()
 
         self.directory.mkdir(parents=True, exist_ok=True)
         new = not claimed_by(self.directory, header)
@@ -137,39 +145,73 @@ class StoreWriter:
         try:
             self.flush()
         finally:
+            self._threads.shutdown()
             os.close(self._lock)
 
     def add(self, record: Record) -> None:
-        """Append one record. Raises `DraftsmithError` where it does not fit the layout or its id is already pending."""
+        """Append one record of the tensors in `CaptureLayout.stored`.
+
+        Raises `DraftsmithError` where it does not fit the layout or its id is already pending, and what writing an
+        earlier shard raised.
+        """
         check_record(record, self.layout)
         if record.sample_id in self._pending_ids:
             raise DraftsmithError(f"sample {record.sample_id!r} was given twice; ids must be unique in a store")
         size = record.input_ids.shape[0] * self.layout.bytes_per_token
         if self._pending and self._pending_bytes + size > self.shard_bytes:
-            self.flush()
+            self._start_writing()
         self._pending.append(record)
         self._pending_ids.add(record.sample_id)
         self._pending_bytes += size
         if self._pending_bytes >= self.shard_bytes:
-            self.flush()
+            self._start_writing()
 
     def flush(self) -> None:
-        """Write the records so far as one shard."""
-        if not self._pending:
-            return
-        stem = f"{self._prefix}{self._next_shard:06d}"
-        features = write_safetensors(
-            self.directory / f"{stem}{FEATURES_ENDING}",
-            {name: Pieces([record.features[name] for record in self._pending]) for name in self.layout.widths},
-            metadata={},
-        )
-        write_safetensors(
-            self.directory / f"{stem}{TOKENS_ENDING}",
-            _token_tensors(self._pending, list(self.layout.widths)),
-            metadata={"features_bytes": str(features.bytes), "features_sha256": features.sha256},
-        )
+        """Write the records so far as one shard, and wait until every shard is written. A shard whose writing failed
+        before is tried once more; raises `StoreError` where it fails again."""
+        for place, shard in enumerate(self._writing):
+            if shard.done.done() and shard.done.exception() is not None:
+                self._writing[place] = self._start(shard.stem, shard.records)
+        if self._pending:
+            self._start_writing()
+        while self._writing:
+            self._wait()
+
+    def _start_writing(self) -> None:
+        while len(self._writing) >= PARALLEL_SHARDS or (self._writing and self._writing[0].done.done()):
+            self._wait()
+        self._writing.append(self._start(f"{self._prefix}{self._next_shard:06d}", self._pending))
         self._next_shard += 1
         self._pending, self._pending_ids, self._pending_bytes = [], set(), 0
+
+    def _start(self, stem: str, records: list[Record]) -> "_Writing":
+        return _Writing(stem, records, self._threads.submit(_write_shard, self.directory, stem, records, self.layout))
+
+    def _wait(self) -> None:
+        self._writing[0].done.result()  # raises here what failed there; the shard stays for `flush`
+        self._writing.popleft()
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A shard that a thread is writing."""
+
+    stem: str
+    records: list[Record]
+    done: Future[None]
+
+
+def _write_shard(directory: Path, stem: str, records: list[Record], layout: CaptureLayout) -> None:
+    features = write_safetensors(
+        directory / f"{stem}{FEATURES_ENDING}",
+        {name: Pieces([record.features[name] for record in records]) for name in layout.stored},
+        metadata={},
+    )
+    write_safetensors(
+        directory / f"{stem}{TOKENS_ENDING}",
+        _token_tensors(records, list(layout.stored)),
+        metadata={"features_bytes": str(features.bytes), "features_sha256": features.sha256},
+    )
 
 
 def _token_tensors(records: list[Record], features: list[str]) -> dict[str, Pieces]:
@@ -251,9 +293,11 @@ def finish_store(directory: Path | str) -> StoreManifest:
     )
     with replacing(directory / MANIFEST_FILE) as file:
         file.write(to_json(manifest))
-    for path in [*directory.glob("index-*.safetensors"), *directory.glob(f"*{TEMPORARY_SUFFIX}")]:
-        if path.name != index.name:
-            path.unlink()
+    listed = {index.name, *(shard.entry.features_file.name for shard in shards)}
+    for pattern in ("index-*.safetensors", f"*{TEMPORARY_SUFFIX}", f"shard-*{FEATURES_ENDING}"):
+        for path in directory.glob(pattern):  # what older manifests and killed writers left
+            if path.name not in listed:
+                path.unlink()
     return manifest
 
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import torch
-
+from draftsmith.features.encoding import finite_rows
 from draftsmith.features.files import check_file, open_safetensors
 from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest
 from draftsmith.features.reader import Store
@@ -57,13 +56,13 @@ def _shard_faults(store: Store, shard: ShardEntry, first: int) -> list[str]:
 def _feature_faults(manifest: StoreManifest, directory: Path, shard: ShardEntry) -> list[str]:
     file = open_safetensors(directory / shard.features_file.name)
     faults: list[str] = []
-    for name, width in manifest.layout.widths.items():
+    for name, (width, dtype) in manifest.layout.stored.items():
         tensor = file.get_tensor(name)
-        if tensor.shape != (shard.tokens, width) or tensor.dtype != manifest.layout.dtype:
+        if tensor.shape != (shard.tokens, width) or tensor.dtype != dtype:
             faults.append(
                 f"{shard.features_file.name}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                f"not {manifest.layout.dtype} [{shard.tokens}, {width}]"
+                f"not {dtype} [{shard.tokens}, {width}]"
             )
-        elif not torch.isfinite(tensor).all():
+        elif not finite_rows({name: tensor}).all():
             faults.append(f"{shard.features_file.name}: {name} holds NaN or Inf")
     return faults

@@ -172,8 +172,9 @@ def test_a_full_disk_says_so_and_loses_nothing_finished(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         writer = StoreWriter(tmp_path, stores.header(LAYOUT), shard_bytes=1)
+        writer.add(second)
         with pytest.raises(StoreError, match="No space left on device"):
-            writer.add(second)
+            writer.flush()
     with writer:  # there is room again: leaving writes what was added
         pass
     finish_store(tmp_path)
