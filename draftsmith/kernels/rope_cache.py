@@ -21,14 +21,18 @@ def rope_cache_reference(
     unit_offset: bool = False,
 ) -> Tensor:
     """Plain PyTorch for `rope_cache` (writes the caches in place, returns q)."""
+    if qkv.dim() == 4:
+        qkv = qkv.sum(0).to(k_cache.dtype)
     batch, width, _ = qkv.shape
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    positions = start if start.dim() == 2 else start[:, None] + torch.arange(width, device=qkv.device)
+    if cos.dim() == 2:
+        cos, sin = cos[positions], sin[positions]
     split = qkv.view(batch, width, heads + 2 * kv_heads, dim)
     q, k, v = split[:, :, :heads], split[:, :, heads : heads + kv_heads], split[:, :, heads + kv_heads :]
     q, k = (_norm(t, w, eps, unit_offset) for t, w in ((q, q_weight), (k, k_weight)))
     q, k = (_rotate(t, cos, sin) for t in (q, k))
     rows = torch.arange(batch, device=qkv.device)[:, None]
-    positions = start[:, None] + torch.arange(width, device=qkv.device)
     k_cache[rows, :, positions] = k
     v_cache[rows, :, positions] = v
     return q.transpose(1, 2)
@@ -50,34 +54,42 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
+def _summed(source, offsets, inside, split_stride, SPLITS: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The projection's value, whole or as addends, rounded to the model's dtype."""
+    value = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        value += tl.load(source + split * split_stride + offsets, mask=inside, other=0.0)
+    return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _rope_cache_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, start_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
-    qkv_stride_b, qkv_stride_w, cos_stride_b, cos_stride_w,
-    k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, position_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
+    qkv_stride_b, qkv_stride_w, split_stride, cos_stride_b, cos_stride_w, position_stride_b, position_stride_w,
+    k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps, width,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
-    batch = (token // WIDTH).to(tl.int64)
-    slot = token % WIDTH
-    position = tl.load(start_ptr + batch).to(tl.int64) + slot
+    batch = (token // width).to(tl.int64)
+    slot = token % width
+    position = tl.load(position_ptr + batch * position_stride_b + slot * position_stride_w).to(tl.int64) + slot * STEP
     dims = tl.arange(0, BLOCK)
     inside = dims < DIM
-    dtype = q_ptr.dtype.element_ty
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     source = qkv_ptr + batch * qkv_stride_b + slot * qkv_stride_w + head * DIM
+    x = _summed(source, dims, inside, split_stride, SPLITS, dtype)
     if head >= HEADS + KV_HEADS:
-        v = tl.load(source + dims, mask=inside, other=0.0)
         target = v_ptr + batch * v_stride_b + (head - HEADS - KV_HEADS) * v_stride_h + position * v_stride_n
-        tl.store(target + dims, v, mask=inside)
+        tl.store(target + dims, x.to(dtype), mask=inside)
     else:
         half: tl.constexpr = ROTARY // 2
         rotary = dims < ROTARY
         # The partner of a rotated dimension lies half the rotary width away.
         partner = tl.where(dims < half, dims + half, dims - half)
         partner = tl.where(rotary, partner, dims)
-        x = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+        other = _summed(source, partner, inside, split_stride, SPLITS, dtype)
         if HAS_NORM:
             scale = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
             weight_ptr = k_weight_ptr
@@ -91,7 +103,10 @@ def _rope_cache_kernel(  # type: ignore[no-untyped-def]
             else:
                 x = ((x * scale).to(dtype).to(tl.float32) * w_x).to(dtype).to(tl.float32)
                 other = ((other * scale).to(dtype).to(tl.float32) * w_o).to(dtype).to(tl.float32)
-        table = batch * cos_stride_b + slot * cos_stride_w + dims
+        if TABLE:
+            table = position * cos_stride_w + dims
+        else:
+            table = batch * cos_stride_b + slot * cos_stride_w + dims
         cos = tl.load(cos_ptr + table, mask=inside & rotary, other=1.0).to(dtype).to(tl.float32)
         sin = tl.load(sin_ptr + table, mask=inside & rotary, other=0.0).to(dtype).to(tl.float32)
         sign = tl.where(dims < half, -1.0, 1.0)
@@ -121,28 +136,35 @@ def rope_cache(
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values to the cache.
 
-    qkv [batch, w, (heads + 2 kv_heads) * dim], q first, then k, then v; cos, sin [batch or 1, w, rotary], the two
-    halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token,
-    which is also where its key and value go; k_cache, v_cache [batch, kv_heads, length, dim], written in place;
-    q_weight, k_weight [dim] of the per-head RMS norms, both or neither. Returns q [batch, heads, w, dim].
+    qkv [batch, w, (heads + 2 kv_heads) * dim], q first, then k, then v, or [S, batch, w, ...] fp32, S addends of it
+    (`skinny_linear`); cos, sin [batch or 1, w, rotary] of these tokens, or tables [positions, rotary] of all, the two
+    halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, or
+    [batch, w] int, the position of every token, which is also where its key and value go; k_cache, v_cache
+    [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim] of the per-head RMS norms, both or
+    neither. Returns q [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
-    batch, width, _ = qkv.shape
+    splits = qkv.shape[0] if qkv.dim() == 4 else 1
+    batch, width, _ = qkv.shape[-3:]
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
-    if qkv.shape[2] != (heads + 2 * kv_heads) * dim or qkv.stride(2) != 1:
+    if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or qkv.stride(-1) != 1:
         raise ValueError(f"qkv {tuple(qkv.shape)} does not hold {heads} + 2 x {kv_heads} heads of {dim} contiguously")
-    q = torch.empty(batch, width, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+    table = cos.dim() == 2
+    if not table:
+        cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         raise ValueError("cos and sin must be laid out alike, with the rotary dimension contiguous")
+    q = torch.empty(batch, width, heads, dim, dtype=k_cache.dtype, device=qkv.device)
     placeholder = qkv
     _rope_cache_kernel[(batch * width, heads + 2 * kv_heads)](
         qkv, cos, sin, start,
         placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
-        q, k_cache, v_cache, qkv.stride(0), qkv.stride(1), cos.stride(0), cos.stride(1),
-        *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
-        WIDTH=width, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[2],
-        BLOCK=triton.next_power_of_2(dim), HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=1,
+        q, k_cache, v_cache, qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0),
+        cos.stride(-2), start.stride(0), start.stride(1) if start.dim() == 2 else 0,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], eps, width,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[-1], BLOCK=triton.next_power_of_2(dim),
+        STEP=1 if start.dim() == 1 else 0, SPLITS=splits, TABLE=table,
+        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=1,
     )  # fmt: skip
     return q.transpose(1, 2)

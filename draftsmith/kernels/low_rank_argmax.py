@@ -1,0 +1,237 @@
+"""The best token under `base + W2 u`: the last part of a step of a sequential head, for Domino and DSpark alike.
+
+`low_rank_argmax` reads W2 [V, E] once, adds the product to the base logits in fp32 and keeps, per row of the batch, the
+best token as a key (`keys`): the [V] scores are written nowhere. `low_rank_sample` does the same for scores divided by a
+temperature plus Gumbel noise, whose best token is a draw from their softmax (Gumbel, 1954), and writes the scores
+without noise, from which the verifier needs that softmax. The memory traffic of W2 is the bill, so programs walk it in
+tiles of rows, a fixed number of programs with several tiles in flight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+
+MAX_RANK = 1024
+"""The widest E that the kernels hold."""
+NOISE_STREAM = 1
+"""Third word of the noise counter, as for every draw of a proposer; the fourth is 1 + the token's id."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def low_rank_scores(base: Tensor, weight: Tensor, latent: Tensor) -> Tensor:
+    """base [batch, V] + latent [batch, E] W2^T [E, V] in fp32: products of the inputs as they are, summed in fp32."""
+    return base.float() + latent.float() @ weight.float().T
+
+
+def low_rank_argmax_reference(base: Tensor, weight: Tensor, latent: Tensor, first_id: int = 0) -> Tensor:
+    """Plain PyTorch for `low_rank_argmax`: keys [batch] int64."""
+    scores = low_rank_scores(base, weight, latent)
+    ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
+    return pack_keys(scores, ids).amax(-1)
+
+
+def low_rank_sample_reference(
+    base: Tensor, weight: Tensor, latent: Tensor, noise: Tensor, temperature: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch for `low_rank_sample`: (keys [batch] int64, scores / temperature [batch, V] fp32); noise [batch, V]
+    as from `gumbel_noise`."""
+    scores = low_rank_scores(base, weight, latent) / temperature[:, None]
+    ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
+    return pack_keys(scores + noise, ids).amax(-1), scores
+
+
+def gumbel_from_words(high: Tensor, low: Tensor) -> Tensor:
+    """Standard Gumbel noise from two 32-bit words (int64 tensors in [0, 2^32)) -> fp32.
+
+    u = (high + (low + 1/2) / 2^32) / 2^32 keeps its relative precision down to 2^-65, and with it -log(1 - u), an
+    exponential variable, of which the noise is minus the logarithm: tokens however unlikely are drawn as often as they
+    should be.
+    """
+    u = high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    exponential = torch.where(u < 0.0625, series, -torch.log((1.0 - u).clamp(min=2.0**-25)))
+    return -torch.log(exponential)
+
+
+@triton.jit
+def _gumbel(high, low):  # type: ignore[no-untyped-def]
+    """`gumbel_from_words` of uint32 tensors in a kernel."""
+    u = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * (0.25 + u * (0.2 + u * 0.16666666666666666)))))
+    exponential = tl.where(u < 0.0625, series, -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _scan_kernel(  # type: ignore[no-untyped-def]
+    base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr,
+    scores_ptr, temperature_ptr, seeds_ptr, positions_ptr,
+    base_stride, scores_stride, vocab, rank, batch, first_id, tiles, draw,
+    BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
+    CORRECT: tl.constexpr, GATHER: tl.constexpr, SAMPLE: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    row_ok = rows < batch
+    dims = tl.arange(0, BLOCK_E)
+    dim_ok = dims < rank
+    if CORRECT:
+        latent_row = rows.to(tl.int64)
+        if GATHER:
+            # The latent is the previous token's row of a table.
+            latent_row = key_ids_in_kernel(tl.load(previous_ptr + rows, mask=row_ok, other=0xFFFFFFFF))
+        latent_offset = latent_row[None, :] * rank + dims[:, None]
+        latent = tl.load(latent_ptr + latent_offset, mask=dim_ok[:, None] & row_ok[None, :], other=0.0)
+    if SAMPLE:
+        cold = tl.load(temperature_ptr + rows, mask=row_ok, other=1.0)
+        seed = tl.load(seeds_ptr + rows, mask=row_ok, other=0)[None, :]
+        position = tl.load(positions_ptr + rows, mask=row_ok, other=0).to(tl.uint32)[None, :]
+
+    best = tl.full([BLOCK_V, BLOCK_B], -9223372036854775808, tl.int64)
+    for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        tile = step
+        if REVERSE:
+            tile = tiles - 1 - step
+        tokens = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        token_ok = tokens < vocab
+        both_ok = token_ok[:, None] & row_ok[None, :]
+        base_offset = rows.to(tl.int64)[None, :] * base_stride + tokens[:, None]
+        score = tl.load(base_ptr + base_offset, mask=both_ok, other=0.0).to(tl.float32)
+        if CORRECT:
+            weight_offset = tokens.to(tl.int64)[:, None] * rank + dims[None, :]
+            weight = tl.load(weight_ptr + weight_offset, mask=token_ok[:, None] & dim_ok[None, :], other=0.0)
+            score = tl.dot(weight, latent, input_precision="ieee") + score
+        ids = (tokens + first_id)[:, None]
+        if SAMPLE:
+            score = score / cold[None, :]
+            score_offset = rows.to(tl.int64)[None, :] * scores_stride + tokens[:, None]
+            tl.store(scores_ptr + score_offset, score, mask=both_ok)
+            zero = tl.zeros([BLOCK_V, BLOCK_B], tl.uint32)
+            word = zero + (ids + 1).to(tl.uint32)
+            high, low, _, _ = tl.philox(seed, zero + position, zero + draw, zero + 1, word)
+            score = score + _gumbel(high, low)
+        key = tl.where(token_ok[:, None], pack_keys_in_kernel(score, ids), -9223372036854775808)
+        best = tl.maximum(best, key)
+    tl.atomic_max(keys_ptr + rows, tl.max(best, 0), mask=row_ok)
+
+
+class Tiling:
+    """How the kernels cut their work: tokens a tile, warps, tiles in flight, programs (0: by the device)."""
+
+    def __init__(self, block: int = 64, warps: int = 4, stages: int = 3, programs: int = 0) -> None:
+        self.block, self.warps, self.stages, self.programs = block, warps, stages, programs
+
+
+def low_rank_argmax(
+    base: Tensor,
+    weight: Tensor | None,
+    latent: Tensor | None,
+    keys: Tensor,
+    *,
+    previous: Tensor | None = None,
+    first_id: int = 0,
+    reverse: bool = False,
+    tiling: Tiling | None = None,
+) -> None:
+    """Raises `keys` to the best token's key under base + W2 u, ties to the lowest id.
+
+    base [batch, V], rows contiguous, bf16, fp16 or fp32; weight W2 [V, E] contiguous and latent u [batch, E]
+    contiguous, of one dtype (accumulation is in fp32), or both None: the best of base alone. With `previous` [batch]
+    int64, keys of tokens, latent is a table [*, E] and u its rows of these tokens. keys [batch] int64 in place: start
+    from `LOWEST_KEY`. first_id: the id of row 0, for a part of a vocabulary. reverse: tiles from the last to the
+    first, so that alternating calls find in the cache what the call before read last.
+    """
+    _scan(base, weight, latent, keys, previous, first_id, reverse, tiling, None)
+
+
+def low_rank_sample(
+    base: Tensor,
+    weight: Tensor | None,
+    latent: Tensor | None,
+    keys: Tensor,
+    scores: Tensor,
+    *,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    draw: int,
+    previous: Tensor | None = None,
+    first_id: int = 0,
+    tiling: Tiling | None = None,
+) -> None:
+    """`low_rank_argmax` of (base + W2 u) / temperature + Gumbel noise; the scores without noise go to `scores`.
+
+    temperature [batch] fp32 > 0; seeds [batch] int64 and positions [batch] int64 in [0, 2^32), which with `draw` number
+    the noise (`decoding.rng`: stream `PROPOSAL`, one further counter a token). scores [batch, V] fp32, rows contiguous.
+    The other arguments as for `low_rank_argmax`.
+    """
+    _scan(base, weight, latent, keys, previous, first_id, False, tiling, (scores, temperature, seeds, positions, draw))
+
+
+def _scan(
+    base: Tensor,
+    weight: Tensor | None,
+    latent: Tensor | None,
+    keys: Tensor,
+    previous: Tensor | None,
+    first_id: int,
+    reverse: bool,
+    tiling: Tiling | None,
+    sampling: tuple[Tensor, Tensor, Tensor, Tensor, int] | None,
+) -> None:
+    check_operands(base, weight, latent, keys, previous)
+    batch, vocab = base.shape
+    rank = 16 if weight is None else weight.shape[1]
+    tiling = tiling or Tiling()
+    block_b = min(64, max(16, triton.next_power_of_2(batch)))
+    block_e = max(16, triton.next_power_of_2(rank))
+    block_v = max(16, min(tiling.block, 32768 // block_e))
+    tiles = triton.cdiv(vocab, block_v)
+    programs = min(tiles, tiling.programs or multiprocessors(base.device))
+    scores, temperature, seeds, positions, draw = sampling or (keys, keys, keys, keys, 0)
+    _scan_kernel[(programs, triton.cdiv(batch, block_b))](
+        base, base if weight is None else weight, base if latent is None else latent,
+        keys if previous is None else previous, keys, scores, temperature, seeds, positions,
+        base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, draw,
+        BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
+        CORRECT=weight is not None, GATHER=previous is not None, SAMPLE=sampling is not None,
+        REVERSE=reverse, STAGES=tiling.stages, num_warps=tiling.warps,
+    )  # fmt: skip
+
+
+def new_keys(*shape: int, device: torch.device) -> Tensor:
+    """Keys below every token's, int64."""
+    return torch.full(shape, LOWEST_KEY, dtype=torch.int64, device=device)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs keep a device busy."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def check_operands(
+    base: Tensor, weight: Tensor | None, latent: Tensor | None, keys: Tensor, previous: Tensor | None
+) -> None:
+    """`ValueError` for shapes, dtypes or strides that the kernels do not take."""
+    batch, vocab = base.shape
+    if base.stride(1) != 1 or base.dtype not in DTYPES:
+        raise ValueError(f"base must have contiguous rows of bf16, fp16 or fp32, got {base.dtype}, {base.stride()}")
+    if (weight is None) != (latent is None):
+        raise ValueError("weight and latent go together: give both or neither")
+    if weight is not None and latent is not None:
+        if weight.shape[0] != vocab or latent.shape[-1] != weight.shape[1]:
+            raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(latent.shape)} do not fit base {tuple(base.shape)}")
+        if weight.shape[1] > MAX_RANK:
+            raise ValueError(f"a correction of rank {weight.shape[1]} is too wide; the kernels take up to {MAX_RANK}")
+        if weight.dtype not in DTYPES or latent.dtype != weight.dtype:
+            raise ValueError(f"dtypes {weight.dtype}, {latent.dtype}: both must be one of bf16, fp16, fp32")
+        if not (weight.is_contiguous() and latent.is_contiguous()):
+            raise ValueError("weight and latent must be contiguous")
+        if previous is None and latent.shape[0] != batch:
+            raise ValueError(f"latent has {latent.shape[0]} rows, base {batch}; they must agree")
+    for given in (keys, previous):
+        if given is not None and (given.shape != (batch,) or given.dtype != torch.int64 or not given.is_contiguous()):
+            raise ValueError(f"keys must be contiguous int64 [{batch}], got {given.dtype} {tuple(given.shape)}")

@@ -1,0 +1,90 @@
+"""A few rows times a weight matrix, at the speed of reading the matrix once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 16
+"""Most rows that one tile of the tensor cores takes along for free; more belong to a general matrix product."""
+
+
+def skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """Plain PyTorch for `skinny_linear`: one addend."""
+    return torch.nn.functional.linear(x.float(), weight.float())[None]
+
+
+@triton.jit
+def _skinny_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, out_ptr, num_rows, x_stride, weight_stride,
+    N: tl.constexpr, K: tl.constexpr, K_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    output_ok = outputs < N
+    rows = tl.arange(0, BLOCK_M)
+    row_ok = rows < num_rows
+    columns = split * K_SPLIT + tl.arange(0, BLOCK_K)
+    weights = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride + columns[None, :]
+    inputs = x_ptr + rows[None, :] * x_stride + columns[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for offset in range(0, K_SPLIT, BLOCK_K):
+        if EVEN:  # a mask along the contiguous dimension would break its loads into small ones
+            w = tl.load(weights + offset)
+            x = tl.load(inputs + offset, mask=row_ok[None, :], other=0.0)
+        else:
+            column_ok = columns + offset < K
+            w = tl.load(weights + offset, mask=output_ok[:, None] & column_ok[None, :], other=0.0)
+            x = tl.load(inputs + offset, mask=row_ok[None, :] & column_ok[:, None], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    target = out_ptr + (split * num_rows + rows[None, :]) * N + outputs[:, None]
+    tl.store(target, acc, mask=output_ok[:, None] & row_ok[None, :])
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    splits: int | None = None,
+    block_n: int | None = None,
+    block_k: int | None = None,
+    warps: int = 4,
+    stages: int = 4,
+) -> Tensor:
+    """x W^T as S addends [S, ..., N] in fp32, to be summed in order by whoever reads them next.
+
+    x [..., K] contiguous, at most `MAX_ROWS` rows in all; weight [N, K], rows contiguous, same dtype. The inner
+    dimension is split into `splits` parts so that enough programs read the matrix at once; each addend is the sum over
+    its part, so the result does not depend on timing, and a row's not on the other rows. The remaining options are
+    tile sizes; all are chosen from the shape where not given. Raises `ValueError` for more rows, or shapes or dtypes
+    that do not fit.
+    """
+    outputs, inner = weight.shape
+    rows = x.numel() // inner
+    if x.shape[-1] != inner or x.dtype != weight.dtype or weight.stride(1) != 1 or not x.is_contiguous():
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
+    if rows > MAX_ROWS:
+        raise ValueError(f"skinny_linear takes at most {MAX_ROWS} rows, got {rows}")
+    chosen = _tiles(outputs, inner)
+    splits, block_n, block_k = splits or chosen[0], block_n or chosen[1], block_k or chosen[2]
+    part = triton.cdiv(triton.cdiv(inner, splits), block_k) * block_k
+    splits = triton.cdiv(inner, part)
+    out = torch.empty(splits, *x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
+    _skinny_kernel[(triton.cdiv(outputs, block_n), splits)](
+        x, weight, out, rows, inner, weight.stride(0), N=outputs, K=inner, K_SPLIT=part,
+        BLOCK_M=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k,
+        EVEN=outputs % block_n == 0 and inner % block_k == 0, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _tiles(outputs: int, inner: int) -> tuple[int, int, int]:
+    """(splits, block_n, block_k) for a weight [outputs, inner]: enough programs to fill a large device twice."""
+    block_n, block_k = 64, 128
+    programs = triton.cdiv(outputs, block_n)
+    splits = 1
+    while programs * splits < 264 and inner // (2 * splits) >= 4 * block_k:
+        splits *= 2
+    return splits, block_n, block_k

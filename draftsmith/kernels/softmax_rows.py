@@ -1,0 +1,191 @@
+"""Softmaxes over the vocabulary, row by row: what a loss needs of the logits, and its gradient.
+
+Logits come in two parts that are added in fp32 (`correction` may be absent): those of an output head, and a low-rank
+correction of them. A row is read in blocks; nothing of the vocabulary's width is written but the gradient. References
+are in `draftsmith.losses.rows`, which picks between them and these kernels.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+WARPS = 8
+
+
+@triton.jit
+def _statistics_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, correction_ptr, labels_ptr, lse_ptr, loss_ptr, best_ptr, width,
+    HAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * width
+    correction_ptr += row * width
+    columns = tl.arange(0, BLOCK)
+    # Per lane: the largest value so far with its first column, and the sum of exponentials relative to it.
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    place = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        x = tl.load(logits_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        if HAS_CORRECTION:
+            x += tl.load(correction_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+        higher = x > highest
+        place = tl.where(higher, start + columns, place)
+        raised = tl.where(higher, x, highest)
+        # A lane that has seen nothing yet has -inf on both sides, and exp(-inf - -inf) would be NaN.
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+        total = total * tl.exp(highest - base) + tl.exp(x - base)
+        highest = raised
+    top = tl.max(highest, 0)
+    lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+    # Ties go to the lowest column. A row without a finite maximum (NaN) has no best column; 0 stands there.
+    best = tl.min(tl.where(highest == top, place, width), 0)
+    best = tl.where(best < width, best, 0)
+    tl.store(lse_ptr + row, lse)
+    tl.store(best_ptr + row, best.to(tl.int64))
+    label = tl.load(labels_ptr + row)
+    counted = label >= 0
+    at = tl.load(logits_ptr + label, mask=counted, other=0.0).to(tl.float32)
+    if HAS_CORRECTION:
+        at += tl.load(correction_ptr + label, mask=counted, other=0.0).to(tl.float32)
+    tl.store(loss_ptr + row, tl.where(counted, lse - at, 0.0))
+
+
+@triton.jit
+def _distance_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, correction_ptr, teacher_ptr, lse_ptr, teacher_lse_ptr, distance_ptr, lean_ptr, width,
+    HAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * width
+    correction_ptr += row * width
+    teacher_ptr += row * width
+    columns = tl.arange(0, BLOCK)
+    lse = tl.load(lse_ptr + row)
+    teacher_lse = tl.load(teacher_lse_ptr + row)
+    distance = tl.zeros((BLOCK,), tl.float32)
+    lean = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = start + columns < width
+        x = tl.load(logits_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        if HAS_CORRECTION:
+            x += tl.load(correction_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+        t = tl.load(teacher_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.exp(x - lse)
+        difference = p - tl.exp(t - teacher_lse)
+        distance += tl.abs(difference)
+        lean += tl.where(difference > 0, p, tl.where(difference < 0, -p, 0.0))
+    tl.store(distance_ptr + row, tl.sum(distance, 0))
+    tl.store(lean_ptr + row, tl.sum(lean, 0))
+
+
+@triton.jit
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, correction_ptr, teacher_ptr, labels_ptr,
+    lse_ptr, base_lse_ptr, teacher_lse_ptr, lean_ptr,
+    weight_ptr, base_weight_ptr, distance_weight_ptr,
+    out_ptr, base_out_ptr, width,
+    HAS_CORRECTION: tl.constexpr, HAS_BASE: tl.constexpr, HAS_TEACHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * width
+    correction_ptr += row * width
+    teacher_ptr += row * width
+    out_ptr += row * width
+    base_out_ptr += row * width
+    start = tl.program_id(1) * BLOCK
+    columns = start + tl.arange(0, BLOCK)
+    inside = columns < width
+    label = tl.load(labels_ptr + row)
+    counted = (label >= 0).to(tl.float32)
+    weight = tl.load(weight_ptr + row) * counted
+    hot = columns == label
+    base = tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    x = base
+    if HAS_CORRECTION:
+        x += tl.load(correction_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    p = tl.exp(x - tl.load(lse_ptr + row))
+    gradient = weight * tl.where(hot, p - 1.0, p)
+    if HAS_TEACHER:
+        t = tl.load(teacher_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        difference = p - tl.exp(t - tl.load(teacher_lse_ptr + row))
+        sign = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0))
+        gradient += counted * tl.load(distance_weight_ptr + row) * p * (sign - tl.load(lean_ptr + row))
+    tl.store(out_ptr + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
+    if HAS_BASE:
+        q = tl.exp(base - tl.load(base_lse_ptr + row))
+        both = gradient + counted * tl.load(base_weight_ptr + row) * tl.where(hot, q - 1.0, q)
+        tl.store(base_out_ptr + columns, both.to(base_out_ptr.dtype.element_ty), mask=inside)
+
+
+def _check(*tensors: Tensor | None) -> None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    for tensor in given:
+        if not tensor.is_contiguous() or tensor.shape != given[0].shape:
+            raise ValueError(
+                f"rows of logits must be contiguous and of one shape; found {[(t.shape, t.stride()) for t in given]}"
+            )
+
+
+def statistics(logits: Tensor, correction: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `draftsmith.losses.rows.statistics`, on the GPU."""
+    _check(logits, correction)
+    rows, width = logits.shape
+    lse, losses = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    best = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _statistics_kernel[(rows,)](
+            logits, logits if correction is None else correction, labels, lse, losses, best, width,
+            HAS_CORRECTION=correction is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return lse, losses, best
+
+
+def distance(
+    logits: Tensor, correction: Tensor | None, teacher: Tensor, lse: Tensor, teacher_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `draftsmith.losses.rows.distance`, on the GPU."""
+    _check(logits, correction, teacher)
+    rows, width = logits.shape
+    found, lean = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    if rows:
+        _distance_kernel[(rows,)](
+            logits, logits if correction is None else correction, teacher, lse, teacher_lse, found, lean, width,
+            HAS_CORRECTION=correction is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return found, lean
+
+
+def gradient(
+    logits: Tensor,
+    correction: Tensor | None,
+    labels: Tensor,
+    lse: Tensor,
+    weights: Tensor,
+    *,
+    base: tuple[Tensor, Tensor] | None = None,
+    teacher: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `draftsmith.losses.rows.gradient`, on the GPU."""
+    _check(logits, correction, teacher[0] if teacher is not None else None)
+    rows, width = logits.shape
+    out = torch.empty_like(logits)
+    base_out = torch.empty_like(logits) if base is not None else None
+    if rows:
+        # Arguments of what is absent are never read; any pointer will do.
+        base_lse, base_weights = base if base is not None else (lse, weights)
+        teacher_logits, teacher_lse, lean, distance_weights = teacher or (logits, lse, lse, weights)
+        grid: Any = (rows, triton.cdiv(width, BLOCK))
+        _gradient_kernel[grid](
+            logits, logits if correction is None else correction, teacher_logits, labels,
+            lse, base_lse, teacher_lse, lean, weights, base_weights, distance_weights,
+            out, out if base_out is None else base_out, width,
+            HAS_CORRECTION=correction is not None, HAS_BASE=base is not None, HAS_TEACHER=teacher is not None,
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return out, base_out
