@@ -11,9 +11,9 @@ from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.capture.plan import readable_bytes
-from draftsmith.drafts.config import DTYPES, DraftConfig
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
-from draftsmith.features.manifest import MANIFEST_FILE
+from draftsmith.features.manifest import MANIFEST_FILE, STORE_DTYPES
 from draftsmith.features.reader import Store
 from draftsmith.layouts import read_directory
 from draftsmith.recipe import Recipe, RunDirectory
@@ -153,7 +153,7 @@ def algorithm_table(recipe: Recipe | None = None) -> Table:
     Reads no weights. Raises `DraftsmithError` as `draft_config` does, and where a method's head does not fit.
     """
     base = QWEN3_8B if recipe is None else recipe_draft(recipe)
-    dtype = DTYPES["bfloat16" if recipe is None else recipe.capture.dtype]
+    dtype = STORE_DTYPES["bfloat16" if recipe is None else recipe.capture.dtype]
     of = "Qwen3-8B" if recipe is None else recipe.target.path
     shape = f"{base.num_hidden_layers} layers, hidden {base.hidden_size}, block {base.block_size}"
     table = Table(title=f"Methods, for a draft of {of}: {shape}", title_justify="left", show_lines=False)

@@ -11,10 +11,11 @@ import torch
 
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.plan import estimate_size, finished_samples, plan_batches
-from draftsmith.capture.refusals import Refusals, accept, finite
+from draftsmith.capture.refusals import Refusals, accept
 from draftsmith.capture.run import BACKENDS, check_room
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.encoding import decode, encode, finite_rows
 from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
 from draftsmith.features.reader import Store
@@ -79,16 +80,15 @@ class OnlineFeatures:
     def _capture(self, samples: list[Sample]) -> list[Record]:
         found: dict[str, Record] = {}
         for batch in plan_batches(samples, self._tokens_per_batch):
-            rounded = [
-                {name: tensor.to(self._layout.dtype) for name, tensor in features.items()}
-                for features in self._backend.features(batch)
-            ]
-            for sample, features, good in zip(batch, rounded, finite(rounded), strict=True):
+            rounded = [encode(features, self._layout) for features in self._backend.features(batch)]
+            finite = torch.stack([finite_rows(stored).all() for stored in rounded]).tolist()
+            for sample, stored, good in zip(batch, rounded, finite, strict=True):
                 if not good:
                     raise DraftsmithError(
                         f"the target gives NaN or Inf for sample {sample.id!r}; leave it out of the data, or load the "
                         "target in another target.dtype"
                     )
+                features = decode(stored, self._layout, self._layout.widths)
                 found[sample.id] = Record(sample.id, sample.input_ids, sample.loss_mask, features)
         return [found[sample.id] for sample in samples]
 
@@ -119,8 +119,9 @@ class _Cache:
     def keep(self, records: Sequence[Record]) -> None:
         for record in records:
             if self._writer is not None and record.sample_id in self._missing:
-                features = {name: tensor.cpu().clone() for name, tensor in record.features.items()}
-                self._writer.add(replace(record, features=features))
+                # Rounded already, to what encoding gives again.
+                stored = encode(record.features, self._writer.layout)
+                self._writer.add(replace(record, features={name: t.cpu().clone() for name, t in stored.items()}))
                 self._missing.remove(record.sample_id)
         self._finish_if_whole()
 

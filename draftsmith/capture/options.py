@@ -16,7 +16,10 @@ class CaptureOptions(BaseModel):
     backend: Literal["hf"] = Field(
         default="hf", description="What runs the target: `hf`, transformers in this process."
     )
-    dtype: StoreDtype = Field(default="bfloat16", description="The precision that features are stored in.")
+    dtype: StoreDtype = Field(
+        default="bfloat16",
+        description="The precision that features are stored in; `fp8`: 8 bits with a scale per token and layer.",
+    )
     tokens_per_batch: int = Field(
         default=8192, ge=1, description="The most tokens (padding included) of one forward; a longer sample runs alone."
     )

@@ -1,5 +1,6 @@
 """The work of a capture before it starts: its batches, its size, and what an earlier run has already done."""
 
+import heapq
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,15 @@ def readable_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def readable_duration(seconds: float) -> str:
+    """A time to plan with, such as `40 s`, `12 min`, `3.5 h` or `2.1 days`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+
+
 def estimate_size(samples: Sequence[Sample], layout: CaptureLayout, directory: Path | str) -> SizeEstimate:
     """The bytes that `samples` take in a store of `layout`, and the free bytes where `directory` lies or will lie."""
     tokens = sum(sample.input_ids.shape[0] for sample in samples)
@@ -70,13 +80,34 @@ def plan_batches(samples: Sequence[Sample], tokens_per_batch: int) -> list[list[
     return batches
 
 
+def share_batches(batches: Sequence[Sequence[Sample]], count: int) -> list[list[Sequence[Sample]]]:
+    """Distribute whole batches over `count` processes so that each computes about as many tokens, padding included.
+
+    Longest first to the process with the least; so the shares differ by at most one batch, and some may be empty. A
+    sample's batch, and with it every bit of its features, is the same for every number of processes.
+    """
+    shares: list[list[Sequence[Sample]]] = [[] for _ in range(count)]
+    loads = [(0, rank) for rank in range(count)]
+    for batch in sorted(batches, key=lambda batch: -padded_tokens(batch)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(batch)
+        heapq.heappush(loads, (load + padded_tokens(batch), rank))
+    return shares
+
+
+def padded_tokens(batch: Sequence[Sample]) -> int:
+    """The tokens of a batch in which every sample is padded to the longest."""
+    return len(batch) * max(sample.input_ids.shape[0] for sample in batch)
+
+
 def finished_samples(directory: Path, samples: Sequence[Sample]) -> set[str]:
     """The ids of `samples` that the store in `directory` already holds.
 
     Raises `DraftsmithError` where it holds a sample that is not among them, or one with other tokens or another loss
-    mask: then the data has changed since, and the store would be a mixture of both.
+    mask: then the data has changed since, and the store would be a mixture of both. (Of samples with the same id the
+    first counts.)
     """
-    wanted = {sample.id: sample for sample in samples}
+    wanted = {sample.id: sample for sample in reversed(samples)}
     finished: set[str] = set()
     advice = f"the data has changed since; capture into another directory, or delete {directory}"
     for shard in finished_shards(directory):
@@ -90,6 +121,9 @@ def finished_samples(directory: Path, samples: Sequence[Sample]) -> set[str]:
             if not torch.equal(ids.to(torch.int64), sample.input_ids):
                 raise DraftsmithError(f"{directory} holds sample {sample_id!r} with other tokens: {advice}")
             if not torch.equal(mask.to(torch.bool), sample.loss_mask):
-                raise DraftsmithError(f"{directory} holds sample {sample_id!r} with another loss mask: {advice}")
+                raise DraftsmithError(
+                    f"{directory} holds sample {sample_id!r} with another loss mask: the data, or how it is tokenised, "
+                    f"has changed since; `draftsmith capture --remask` writes the new masks, or delete {directory}"
+                )
             finished.add(sample_id)
     return finished

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import torch
-
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 
@@ -80,9 +78,3 @@ def _reason(sample: Sample, vocab_size: int, max_length: int, seen: set[str]) ->
     if sample.input_ids.shape[0] > max_length:
         return Reason.TOO_LONG
     return None
-
-
-def finite(features: Sequence[dict[str, torch.Tensor]]) -> list[bool]:
-    """Whether all of a sample's features are finite, for every sample of a batch; one transfer from the device."""
-    flags = [torch.stack([tensor.isfinite().all() for tensor in sample.values()]).all() for sample in features]
-    return torch.stack(flags).tolist()

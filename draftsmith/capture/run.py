@@ -1,26 +1,34 @@
 """Capture: samples in, a finished feature store out."""
 
+import hashlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from draftsmith.capture.backend import CaptureBackend
 from draftsmith.capture.hf import HfBackend
 from draftsmith.capture.options import CaptureOptions
-from draftsmith.capture.plan import SizeEstimate, estimate_size, finished_samples, plan_batches, readable_bytes
-from draftsmith.capture.refusals import Reason, Refusals, accept, finite
+from draftsmith.capture.pipeline import computed_batches, store_all
+from draftsmith.capture.plan import (
+    SizeEstimate,
+    estimate_size,
+    finished_samples,
+    plan_batches,
+    readable_bytes,
+    readable_duration,
+    share_batches,
+)
+from draftsmith.capture.processes import Processes, launched_processes
+from draftsmith.capture.refusals import Reason, Refusals, accept
 from draftsmith.capture.report import CaptureReport
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
-from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
 from draftsmith.progress import Progress, SilentProgress
@@ -29,9 +37,6 @@ from draftsmith.targets.target import Target
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[Target, CaptureLayout], CaptureBackend]] = {"hf": HfBackend}
-
-# Batches computed but not yet stored; bounds the memory that a slow disk can take up.
-MAX_WAITING_BATCHES = 4
 
 
 def capture(
@@ -46,9 +51,12 @@ def capture(
     """Run `target` over `samples` and keep the features that `layout` names (in `options.dtype`) as a store.
 
     A directory that an earlier, interrupted capture of the same samples left is gone on with: what is finished there is
-    not computed again. Raises `DraftsmithError` before any work for: no samples, too many unusable ones, a directory
-    with another store or other data, too little free disk (unless `options.force`); and during it, as soon as too many
-    samples give NaN or Inf. Then what is finished stays for the next run.
+    not computed again. Where a launcher has started several processes, each calls this with the same samples, computes
+    its share and writes shards of its own into the one directory; all return the same report.
+
+    Raises `DraftsmithError` before any work for: no samples, too many unusable ones, a directory with another store or
+    other data, too little free disk (unless `options.force`); and during it, as soon as too many samples give NaN or
+    Inf. Then what is finished stays for the next run.
     """
     start = time.monotonic()
     directory = Path(directory)
@@ -60,30 +68,94 @@ def capture(
     accepted = accept(samples, target.vocab_size, target.max_position_embeddings, refusals)
     refusals.check_share()
 
-    finished = finished_samples(directory, accepted) if claimed_by(directory, header) else set()
-    estimate = estimate_size([sample for sample in accepted if sample.id not in finished], layout, directory)
-    logger.info("capture: %s (%d samples finished before)", estimate, len(finished))
-    check_room(estimate, layout, directory, options.force)
+    def prepare() -> tuple[set[str], SizeEstimate]:
+        finished = finished_samples(directory, samples) if claimed_by(directory, header) else set()
+        estimate = estimate_size([sample for sample in accepted if sample.id not in finished], layout, directory)
+        logger.info("capture: %s (%d samples finished before)", estimate, len(finished))
+        check_room(estimate, layout, directory, options.force)
+        StoreWriter(directory, header, options.shard_bytes).close()  # the header is there before others write
+        return finished, estimate
 
+    with launched_processes() as processes:
+        _check_same_samples(processes, samples)
+        finished, estimate = processes.first(prepare)
+        own = Refusals(len(samples), options.max_refused_share, dict(refusals.ids))
+        captured = _compute_share(
+            target, accepted, finished, header, directory, options, own, processes, progress or SilentProgress()
+        )
+        outcomes = processes.gather((captured, own.ids.get(Reason.NOT_FINITE, [])))
+        for _, not_finite in outcomes:
+            for sample_id in not_finite:
+                refusals.add(Reason.NOT_FINITE, sample_id)
+
+        def finish() -> CaptureReport:
+            refusals.check_share()
+            report = CaptureReport(
+                directory=directory,
+                manifest=finish_store(directory),
+                estimate=estimate,
+                captured=sum(count for count, _ in outcomes),
+                resumed=len(finished),
+                refused={reason: tuple(ids) for reason, ids in refusals.ids.items()},
+                seconds=time.monotonic() - start,
+            )
+            report.write()
+            return report
+
+        return processes.first(finish)
+
+
+def _compute_share(
+    target: Target,
+    accepted: Sequence[Sample],
+    finished: set[str],
+    header: StoreHeader,
+    directory: Path,
+    options: CaptureOptions,
+    refusals: Refusals,
+    processes: Processes,
+    progress: Progress,
+) -> int:
+    """Compute and store this process's share of the batches; returns the number of samples stored."""
+    layout = header.layout
     backend = BACKENDS[options.backend](target, layout)
-    batches = [
+    unfinished = [
         batch
         for batch in plan_batches(accepted, options.tokens_per_batch)
         if any(sample.id not in finished for sample in batch)
     ]
-    with StoreWriter(directory, header, options.shard_bytes) as writer:
-        captured = _run(backend, batches, finished, layout, writer, refusals, progress or SilentProgress())
-    report = CaptureReport(
-        directory=directory,
-        manifest=finish_store(directory),
-        estimate=estimate,
-        captured=captured,
-        resumed=len(finished),
-        refused={reason: tuple(ids) for reason, ids in refusals.ids.items()},
-        seconds=time.monotonic() - start,
-    )
-    report.write()
-    return report
+    batches = share_batches(unfinished, processes.count)[processes.rank]
+    tokens = sum(sample.input_ids.shape[0] for batch in batches for sample in batch)
+
+    def say_rate(tokens_per_second: float) -> None:
+        logger.info(
+            "capture: about %s at %s tokens/s a process and %d processes, if the disk takes %s/s",
+            readable_duration(tokens / tokens_per_second),
+            f"{tokens_per_second:,.0f}",
+            processes.count,
+            readable_bytes(tokens_per_second * layout.bytes_per_token * processes.count),
+        )
+
+    with StoreWriter(directory, header, options.shard_bytes, number=processes.rank) as writer:
+        computed = computed_batches(backend, batches, say_rate)
+        return store_all(computed, tokens, finished, layout, writer, refusals, progress)
+
+
+def _check_same_samples(processes: Processes, samples: Sequence[Sample]) -> None:
+    if processes.count == 1:
+        return
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.id.encode() + b"\0")
+        digest.update(sample.input_ids.numpy().tobytes())
+        digest.update(sample.loss_mask.to(torch.uint8).numpy().tobytes())
+    found = processes.gather(digest.hexdigest())
+    different = [rank for rank, other in enumerate(found) if other != found[0]]
+    if different:
+        raise DraftsmithError(
+            f"processes {different} were given other samples than process 0; all must read the same conversations with "
+            "the same settings"
+        )
 
 
 def check_room(estimate: SizeEstimate, layout: CaptureLayout, directory: Path, force: bool) -> None:
@@ -99,60 +171,3 @@ def check_room(estimate: SizeEstimate, layout: CaptureLayout, directory: Path, f
             f"{shortage}: free some, capture fewer samples or fewer layers, or start anyway with capture.force=true"
         )
     logger.warning("%s; started anyway (capture.force)", shortage)
-
-
-def _run(
-    backend: CaptureBackend,
-    batches: Sequence[Sequence[Sample]],
-    finished: set[str],
-    layout: CaptureLayout,
-    writer: StoreWriter,
-    refusals: Refusals,
-    progress: Progress,
-) -> int:
-    """Compute and store `batches`, less what is finished; returns the number of samples stored.
-
-    One thread computes, another stores (hashing and writing release the interpreter); the queue between is bounded.
-    """
-    captured = 0
-    total = sum(sample.input_ids.shape[0] for batch in batches for sample in batch)
-    waiting: deque[Future[None]] = deque()
-    with progress.stage("capture", total=total, unit="tokens") as stage, ThreadPoolExecutor(1) as executor:
-        for batch in batches:
-            records = _records(batch, backend.features(batch), finished, layout, refusals)
-            waiting.append(executor.submit(_store, writer, records))
-            if len(waiting) > MAX_WAITING_BATCHES:
-                waiting.popleft().result()  # raises here what failed there
-            captured += len(records)
-            stage.advance(sum(sample.input_ids.shape[0] for sample in batch))
-        for future in waiting:
-            future.result()
-    return captured
-
-
-def _records(
-    batch: Sequence[Sample],
-    computed: list[dict[str, Tensor]],
-    finished: set[str],
-    layout: CaptureLayout,
-    refusals: Refusals,
-) -> list[Record]:
-    """The records of the batch's unfinished samples with finite features, on the CPU in the store's dtype."""
-    stored = [{name: tensor.to(layout.dtype) for name, tensor in features.items()} for features in computed]
-    records: list[Record] = []
-    # Checked after rounding to the store's dtype: that is what training reads.
-    for sample, features, good in zip(batch, stored, finite(stored), strict=True):
-        if sample.id in finished:
-            continue
-        if not good:
-            refusals.add(Reason.NOT_FINITE, sample.id)
-            refusals.check_share()
-            continue
-        on_cpu = {name: tensor.cpu() for name, tensor in features.items()}
-        records.append(Record(sample.id, sample.input_ids, sample.loss_mask, on_cpu))
-    return records
-
-
-def _store(writer: StoreWriter, records: Sequence[Record]) -> None:
-    for record in records:
-        writer.add(record)

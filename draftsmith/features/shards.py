@@ -145,8 +145,12 @@ class StoreWriter:
         try:
             self.flush()
         finally:
-            self._threads.shutdown()
-            os.close(self._lock)
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the writer's number and threads. Leaving the context does it, after writing the last shard."""
+        self._threads.shutdown()
+        os.close(self._lock)
 
     def add(self, record: Record) -> None:
         """Append one record of the tensors in `CaptureLayout.stored`.

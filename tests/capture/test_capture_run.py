@@ -16,9 +16,10 @@ from torch import Tensor
 from draftsmith.capture import plan
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.plan import estimate_size, plan_batches, readable_bytes
-from draftsmith.capture.refusals import Reason, finite
+from draftsmith.capture.refusals import Reason
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.encoding import finite_rows
 from draftsmith.features.manifest import StoreError
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
@@ -146,7 +147,8 @@ def test_the_finite_check_reads_every_feature() -> None:
         final[3, 1] = float("inf") if spoilt else 1.0
         return {"taps": torch.ones(4, 6), "final_state": final}
 
-    assert finite([features(False), features(True), features(False)]) == [True, False, True]
+    assert finite_rows(features(False)).tolist() == [True] * 4
+    assert finite_rows(features(True)).tolist() == [True, True, True, False]
 
 
 def test_a_full_disk_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,66 @@
+"""The processes that a launcher (torchrun, accelerate launch) has started together for one capture."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from draftsmith.errors import DraftsmithError
+
+# Processes meet at the beginning and at the end only, and one may be done days before another.
+PATIENCE = timedelta(days=30)
+
+T = TypeVar("T")
+
+
+class Processes:
+    """This process (`rank`) among `count`. Every process has to call the methods, in the same order."""
+
+    def __init__(self, rank: int = 0, count: int = 1, group: Any = None) -> None:
+        self.rank = rank
+        self.count = count
+        self._group = group
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, by rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What `work` gives in the first process, which alone does it. A `DraftsmithError` there is raised in all."""
+        result: T | None = None
+        error: DraftsmithError | None = None
+        if self.rank == 0:
+            try:
+                result = work()
+            except DraftsmithError as raised:
+                error = raised
+        result, failure = self.gather((result, None if error is None else str(error)))[0]
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise DraftsmithError(failure)
+        return result  # type: ignore[return-value]
+
+
+@contextmanager
+def launched_processes() -> Iterator[Processes]:
+    """The processes that the environment tells of (WORLD_SIZE, RANK and the address that launchers set); else one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes()
+        return
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    group = None if own else dist.new_group(backend="gloo", timeout=PATIENCE)
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), group)
+    finally:
+        if own:
+            dist.destroy_process_group()
