@@ -65,7 +65,12 @@ class DFlashObjective:
             sample = SampledVocabulary.draw(labels[blocks.label_mask], ends, self.options.negatives)
             project, labels = partial(sample.logits, draft=draft), sample.index(labels)
         losses, predicted = linear_cross_entropy(
-            hidden, project, labels, blocks.label_mask, chunk=self.options.head_chunk
+            hidden,
+            project,
+            labels,
+            blocks.label_mask,
+            chunk=self.options.head_chunk,
+            max_labels=blocks.max_labels,
         )  # [R, N, P]
         if sample is not None:
             predicted = sample.token_ids[predicted]

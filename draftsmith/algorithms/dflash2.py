@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import torch
 from pydantic import Field, StrictInt
 from torch import Tensor
-from torch.nn import functional
 
 from draftsmith.algorithms.algorithm import (
     Algorithm,
@@ -28,7 +27,9 @@ from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head, DFlash2HeadConfig
-from draftsmith.losses.chunked import chunked_sum
+from draftsmith.losses.chunked import Chunk, chunked_sum
+from draftsmith.losses.linear_cross_entropy import labelled_first
+from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
 
@@ -70,27 +71,39 @@ class DFlash2Objective:
         blocks, options = outputs.blocks, self.options
         selector = _selector(draft)
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
-        rows = blocks.label_mask.any(-1).flatten().nonzero().squeeze(-1)  # [n], blocks with a label
+        with_label = blocks.label_mask.any(-1)
+        rows = labelled_first(with_label, min(with_label.numel(), blocks.max_labels))  # [n], blocks with a label first
         labels, mask, previous = (_rows(t, rows) for t in (blocks.labels, blocks.label_mask, blocks.previous_ids))
         first_label = _rows(blocks.first_label, rows)
         block_hidden = _rows(hidden, rows)  # [n, P, H]
         latent = selector.latent(block_hidden, previous)  # [n, P, rank]
 
-        def compute(part: slice, h: Tensor, v: Tensor, successor: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            counted, gold = mask[part], labels[part][mask[part]]
-            unary = draft.logits(h[counted], ends)  # [m, V]
-            unary_losses = functional.cross_entropy(unary.float(), gold, reduction="none")
-            choice = select(selector, unary, v[counted], gold, successor)
+        def compute(part: slice, h: Tensor, v: Tensor, successor: Tensor) -> Chunk:
+            counted = mask[part]  # [n', P]
+            gold = torch.where(counted, labels[part], -1).flatten()  # [m]
+            unary = draft.logits(h.flatten(0, 1), ends)  # [m, V]
+            lse, unary_losses, unary_ids = statistics(unary.detach(), None, gold)
+            choice = select(selector, unary, v.flatten(0, 1), gold.clamp_min(0), successor)
 
             def weighted(losses: Tensor) -> tuple[Tensor, Tensor]:
-                every = torch.zeros_like(counted, dtype=torch.float32).masked_scatter(counted, losses)  # [n', P]
-                total = (options.weighting.label_weights(every, counted, first_label[part]) * every).sum()
-                return total, total.detach().view(1)
+                every = torch.where(counted, losses.view_as(counted), 0.0)  # [n', P]
+                weights = options.weighting.label_weights(every, counted, first_label[part])
+                return (weights * every).sum(), weights.flatten()
 
-            unary_sum, unary_part = weighted(unary_losses)
-            selector_sum, selector_part = weighted(choice.losses)
-            found = (unary.argmax(-1), choice.predicted, choice.present, unary_part, selector_part)
-            return unary_sum + options.selector_weight * selector_sum, found
+            unary_sum, unary_weights = weighted(unary_losses)
+            selector_sum, _ = weighted(choice.losses)
+            total = unary_sum + options.selector_weight * selector_sum
+            found = (unary_ids, choice.predicted, choice.present)
+            results = (*(ids.view_as(counted) for ids in found), unary_sum.view(1), selector_sum.view(1))
+            if not torch.is_grad_enabled():
+                return Chunk(total, results)
+            of_unary, _ = gradient(unary.detach(), None, gold, lse, unary_weights)
+            return Chunk(
+                total,
+                results,
+                (unary, selector_sum),
+                (of_unary, torch.full_like(selector_sum, options.selector_weight)),
+            )
 
         numerator, (unary_ids, predicted, present, unary_sums, selector_sums) = chunked_sum(
             compute,
@@ -100,13 +113,13 @@ class DFlash2Objective:
         )
         denominator = options.weighting.denominator(blocks)
         labelled = blocks.label_mask.sum((0, 1)).float()
-        before = label_metrics(_spread(unary_ids, blocks), blocks)
+        before = label_metrics(_spread(unary_ids, rows, blocks), blocks)
         metrics = {
             "loss": (numerator.detach(), denominator),
             "base_loss": (unary_sums.sum(), denominator),
             "selector_loss": (selector_sums.sum(), denominator),
-            "candidate_recall": (_spread(present.long(), blocks).sum((0, 1)).float(), labelled),
-            **label_metrics(_spread(predicted, blocks), blocks),
+            "candidate_recall": (_spread(present.long(), rows, blocks).sum((0, 1)).float(), labelled),
+            **label_metrics(_spread(predicted, rows, blocks), blocks),
             **{f"base_{name}": pair for name, pair in before.items()},
         }
         return Terms(numerator, denominator, metrics)
@@ -146,9 +159,10 @@ def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.flatten(0, 1).index_select(0, rows)
 
 
-def _spread(values: Tensor, blocks: Blocks) -> Tensor:
-    """Values of the supervised labels, block after block [m] -> [R, N, P], 0 elsewhere."""
-    return torch.zeros_like(blocks.label_mask, dtype=values.dtype).masked_scatter(blocks.label_mask, values)
+def _spread(values: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
+    """[n, P], of the chosen blocks -> [R, N, P], 0 at labels without supervision."""
+    spread = values.new_zeros(blocks.label_mask.flatten(0, 1).shape).index_copy(0, rows, values)
+    return spread.view(blocks.label_mask.shape) * blocks.label_mask
 
 
 def _selector(draft: Draft) -> CandidateSelector:

@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import torch
 from pydantic import Field, StrictBool, StrictInt
 from torch import Tensor
-from torch.nn import functional
 
 from draftsmith.algorithms.algorithm import (
     Algorithm,
@@ -29,7 +28,9 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead, DominoHeadConfig
 from draftsmith.errors import DraftsmithError
-from draftsmith.losses.chunked import chunked_sum
+from draftsmith.losses.chunked import Chunk, chunked_sum
+from draftsmith.losses.linear_cross_entropy import labelled_first
+from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
 
@@ -76,19 +77,27 @@ class DominoObjective:
         share = self.options.base_share(outputs.progress)
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
         weights = self.options.weighting.weights(blocks)  # [R, N, P]
-        rows = blocks.label_mask.flatten().nonzero().squeeze(-1)  # [m]
+        rows = labelled_first(blocks.label_mask, blocks.max_labels)  # [m]
         selected = [t.flatten(0, 2).index_select(0, rows) for t in (hidden, corrections(draft, ends, hidden, blocks))]
-        row_labels, row_weights = blocks.labels.flatten()[rows], weights.flatten()[rows]
+        row_labels = torch.where(blocks.label_mask, blocks.labels, -1).flatten()[rows]
+        row_weights = weights.flatten()[rows]
         head = cast(DominoHead, draft.head)
 
-        def compute(part: slice, h: Tensor, latent: Tensor, output_weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            base = draft.logits(h, ends).float()  # [m', V]
-            final = head.correct(base, latent, output_weight)
-            labels = row_labels[part]
-            base_loss = functional.cross_entropy(base, labels, reduction="none")
-            final_loss = functional.cross_entropy(final, labels, reduction="none")
-            total = (row_weights[part] * ((1.0 - share) * final_loss + share * base_loss)).sum()
-            return total, (base_loss, final_loss, base.argmax(-1), final.argmax(-1))
+        def compute(part: slice, h: Tensor, latent: Tensor, output_weight: Tensor) -> Chunk:
+            outputs = (draft.logits(h, ends), head.correction(latent, output_weight))  # both [m', V]
+            base, correction = (output.detach() for output in outputs)
+            labels, weights = row_labels[part], row_weights[part]
+            base_lse, base_loss, base_ids = statistics(base, None, labels)
+            lse, final_loss, ids = statistics(base, correction, labels)
+            total = (weights * ((1.0 - share) * final_loss + share * base_loss)).sum()
+            results = (base_loss, final_loss, base_ids, ids)
+            if not torch.is_grad_enabled():
+                return Chunk(total, results)
+            of_correction, of_base = gradient(
+                base, correction, labels, lse, (1.0 - share) * weights, base=(base_lse, share * weights)
+            )
+            assert of_base is not None
+            return Chunk(total, results, outputs, (of_base, of_correction.to(correction.dtype)))
 
         numerator, (base_loss, final_loss, base_predicted, predicted) = chunked_sum(
             compute, selected, (head.output_weight,), chunk=self.options.head_chunk

@@ -35,6 +35,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dspark import DSparkHead, corrected_logits
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
+from draftsmith.losses.linear_cross_entropy import labelled_first
 from draftsmith.losses.teacher import TeacherLosses, cross_entropy_and_l1
 from draftsmith.targets.ends import TargetEnds
 
@@ -114,11 +115,11 @@ class DSparkObjective:
         previous = head.markov_head.embed(blocks.previous_ids)  # [R, N, P, rank]
         latents = head.markov_head.latents(previous, hidden)  # [R, N, P, rank]
         weights = self.options.weighting.weights(blocks)  # [R, N, P]
-        rows = blocks.label_mask.flatten().nonzero().squeeze(-1)  # [m]
+        rows = labelled_first(blocks.label_mask, blocks.max_labels)  # [m]
         row_weights = _rows(weights, rows)
 
         numerator, losses = self._vocabulary_terms(draft, ends, outputs, blocks, hidden, latents, rows, row_weights)
-        acceptance = (1.0 - 0.5 * losses.l1).clamp(0.0, 1.0)  # [m]
+        acceptance = (1.0 - 0.5 * losses.l1).clamp(0.0, 1.0) * _rows(blocks.label_mask, rows)  # [m]
         denominator = weights.sum()
         metrics = {
             "cross_entropy": ((row_weights * losses.cross_entropy).sum(), denominator),
@@ -133,7 +134,7 @@ class DSparkObjective:
             confidence_loss = (row_weights * errors).sum()
             numerator = numerator + self.confidence_weight * confidence_loss
             metrics["confidence_loss"] = (confidence_loss.detach(), denominator)
-            expected = _spread(confidence.detach().sigmoid(), rows, blocks)
+            expected = _spread(confidence.detach().sigmoid(), rows, blocks) * blocks.label_mask
             metrics |= calibration_metrics(expected, _spread(acceptance, rows, blocks), blocks)
         metrics["loss"] = (numerator.detach(), denominator)
         return Terms(numerator, denominator, metrics)
@@ -157,8 +158,7 @@ class DSparkObjective:
         teacher_index = _rows(blocks.label_index - 1 + row_start.view(-1, 1, 1), rows)  # [m]
 
         def logits(hidden: Tensor, latent: Tensor, output_weight: Tensor) -> tuple[Tensor, Tensor]:
-            unary = draft.logits(hidden, ends)
-            return unary, corrected_logits(unary, latent, output_weight)
+            return draft.logits(hidden, ends), functional.linear(latent, output_weight)
 
         def teacher_logits(part: slice) -> Tensor:
             return ends.project(states[teacher_index[part]].to(ends.head_weight.dtype))
@@ -168,7 +168,7 @@ class DSparkObjective:
             (_head(draft).markov_head.markov_w2.weight,),
             logits,
             teacher_logits,
-            _rows(blocks.labels, rows),
+            _rows(torch.where(blocks.label_mask, blocks.labels, -1), rows),
             row_weights,
             cross_entropy_weight=self.options.cross_entropy_weight,
             l1_weight=self.options.l1_weight,

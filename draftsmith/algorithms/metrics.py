@@ -49,12 +49,12 @@ def calibration_metrics(expected: Tensor, observed: Tensor, blocks: Blocks) -> d
     whose prediction falls in [0, 0.1), [0.1, 0.2), ...: equal where the prediction can be trusted.
     """
     mask = blocks.label_mask
-    bins = (expected[mask] * CALIBRATION_BINS).long().clamp_max(CALIBRATION_BINS - 1)
+    bins = (expected * CALIBRATION_BINS).long().clamp_max(CALIBRATION_BINS - 1).flatten()
     empty = torch.zeros(CALIBRATION_BINS, device=expected.device)
-    count = empty.index_add(0, bins, torch.ones_like(expected[mask]))
+    count = empty.index_add(0, bins, mask.float().flatten())
     return {
         "confidence": ((expected * mask).sum((0, 1)), mask.sum((0, 1)).float()),
         "confidence_error": (((expected - observed).abs() * mask).sum(), mask.sum().float()),
-        "calibration_expected": (empty.index_add(0, bins, expected[mask]), count),
-        "calibration_observed": (empty.index_add(0, bins, observed[mask]), count),
+        "calibration_expected": (empty.index_add(0, bins, (expected * mask).flatten()), count),
+        "calibration_observed": (empty.index_add(0, bins, (observed * mask).flatten()), count),
     }

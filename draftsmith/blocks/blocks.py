@@ -1,6 +1,6 @@
 """The training blocks of a packed batch: anchors, inputs, labels and masks in one place."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ class Blocks:
     lies in the block's own document and under its loss mask, the block is valid and the label is not already visible;
     previous_ids [R, N, P] int64, the true token before each label; first_label [R, N] int64, the first label that the
     block has to predict (0, or more where a prefix is visible: DTA), from which position weights count.
+    max_labels: at least as many as `label_mask` holds, so that the host need not ask the device; a copy with a smaller
+    mask may keep it.
     Where the mask is False, labels, label_index and previous_ids hold some token and index of the row.
     """
 
@@ -30,8 +32,12 @@ class Blocks:
     label_mask: Tensor
     previous_ids: Tensor
     first_label: Tensor
+    max_labels: int
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Blocks":
         """The same blocks on `device`; shapes and dtypes stay."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
-        return replace(self, **moved)
+        return replace(self, **{n: t.to(device, non_blocking=non_blocking) for n, t in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

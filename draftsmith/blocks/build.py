@@ -39,6 +39,7 @@ def build_blocks(
     (previous_ids,) = _take(label_index - 1, input_ids)
     to_predict = torch.arange(layout.num_labels, device=input_ids.device) >= first_label.unsqueeze(-1)
     in_document = (label_index < length) & (label_document == block_document)
+    label_mask = in_document & label_loss_mask & to_predict & anchors.valid.unsqueeze(-1)
 
     return Blocks(
         anchors=anchors.index,
@@ -47,9 +48,10 @@ def build_blocks(
         positions=positions.gather(1, anchors.index).unsqueeze(-1) + slots,
         labels=labels,
         label_index=label_index.clamp_max(length - 1),
-        label_mask=in_document & label_loss_mask & to_predict & anchors.valid.unsqueeze(-1),
+        label_mask=label_mask,
         previous_ids=previous_ids,
         first_label=first_label,
+        max_labels=int(label_mask.sum()),
     )
 
 

@@ -7,6 +7,7 @@ part of the sum, since those parameters' gradient adds up over rows.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,34 @@ from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
 
-ChunkSum = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-"""(part, *rows of the part, *shared) -> (sum over the part, per-row results [m', ...] that carry no gradient)."""
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk's share of a sum.
+
+    total: scalar; results: per-row results [m', ...] that carry no gradient. outputs: tensors that autograd has
+    recorded, and gradients: the total's with respect to each of them. A chunk may thus compute by hand how its total
+    depends on its logits, and leave what lies before them to autograd. Where no gradient is wanted
+    (`torch.is_grad_enabled`) both may be empty.
+    """
+
+    total: Tensor
+    results: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
+    gradients: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def recorded(cls, total: Tensor, results: tuple[Tensor, ...]) -> "Chunk":
+        """A chunk whose total autograd has recorded whole."""
+        return cls(total, results, (total,), (torch.ones_like(total),))
+
+
+ComputeChunk = Callable[..., Chunk]
+"""(part, *rows of the part, *shared) -> the chunk's share."""
 
 
 def chunked_sum(
-    compute: ChunkSum, rows: Sequence[Tensor], shared: Sequence[Tensor], *, chunk: int
+    compute: ComputeChunk, rows: Sequence[Tensor], shared: Sequence[Tensor], *, chunk: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Sum of `compute` over chunks of rows, differentiable in `rows` and `shared`.
 
@@ -38,7 +61,7 @@ def chunked_sum(
 
 
 def _run(
-    compute: ChunkSum, num_rows: int, chunk: int, inputs: Sequence[Tensor], needed: Sequence[int]
+    compute: ComputeChunk, num_rows: int, chunk: int, inputs: Sequence[Tensor], needed: Sequence[int]
 ) -> tuple[Tensor, tuple[Tensor, ...], dict[int, Tensor]]:
     """The sum, the per-row results, and the gradients of the inputs numbered in `needed`."""
     rows, shared = inputs[:num_rows], inputs[num_rows:]
@@ -62,25 +85,31 @@ def _run(
                 tensor.detach().requires_grad_(index in gradients)
                 for index, tensor in enumerate((*(row[part] for row in rows), *shared))
             ]
-            part_sum, part_results = compute(part, *leaves)
-        total += part_sum.detach()
-        results.append(tuple(result.detach() for result in part_results))
-        wanted = [index for index in needed if leaves[index].requires_grad]
-        if wanted and part_sum.requires_grad:
-            parts = torch.autograd.grad(part_sum, [leaves[index] for index in wanted], allow_unused=True)
-            for index, gradient in zip(wanted, parts, strict=True):
-                if gradient is None:
-                    continue
-                if index < num_rows:
-                    gradients[index][part] = gradient
-                else:
-                    gradients[index] += gradient
+            computed = compute(part, *leaves)
+        total += computed.total.detach()
+        results.append(tuple(result.detach() for result in computed.results))
+        recorded = [
+            (output, gradient)
+            for output, gradient in zip(computed.outputs, computed.gradients, strict=True)
+            if output.requires_grad
+        ]
+        if not needed or not recorded:
+            continue
+        outputs, output_gradients = zip(*recorded, strict=True)
+        parts = torch.autograd.grad(outputs, [leaves[i] for i in needed], output_gradients, allow_unused=True)
+        for index, gradient in zip(needed, parts, strict=True):
+            if gradient is None:
+                continue
+            if index < num_rows:
+                gradients[index][part] = gradient
+            else:
+                gradients[index] += gradient
     return total, tuple(torch.cat(parts) for parts in zip(*results, strict=True)), gradients
 
 
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: ChunkSum, num_rows: int, chunk: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, compute: ComputeChunk, num_rows: int, chunk: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         needed = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
         total, results, gradients = _run(compute, num_rows, chunk, inputs, needed)
         ctx.save_for_backward(*gradients.values())

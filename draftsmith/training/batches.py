@@ -65,7 +65,7 @@ class MicroBatch:
             features={name: tensor.pin_memory() for name, tensor in self.packed.features.items()},
             **{name: tensor.pin_memory() for name, tensor in tensors.items()},
         )
-        blocks = Blocks(**{name: tensor.pin_memory() for name, tensor in vars(self.blocks).items()})
+        blocks = replace(self.blocks, **{name: tensor.pin_memory() for name, tensor in self.blocks.tensors().items()})
         return MicroBatch(packed, blocks, self.work)
 
 

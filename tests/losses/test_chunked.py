@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.losses.chunked import chunked_sum
+from draftsmith.losses.chunked import Chunk, chunked_sum
 
 ROWS, HIDDEN, RANK, VOCABULARY = 11, 6, 3, 17
 
@@ -23,7 +23,7 @@ def _compute(head, labels, weights):
     def compute(part, hidden, low, out):
         logits = hidden @ head.T + low @ out.T
         losses = torch.nn.functional.cross_entropy(logits.float(), labels[part], reduction="none")
-        return (weights[part] * losses).sum(), (losses, logits.argmax(-1))
+        return Chunk.recorded((weights[part] * losses).sum(), (losses, logits.argmax(-1)))
 
     return compute
 
@@ -32,7 +32,8 @@ def _compute(head, labels, weights):
 def test_equals_the_sum_at_once(chunk):
     inputs, head, labels, weights = _inputs()
     compute = _compute(head, labels, weights)
-    expected, expected_rows = compute(slice(0, ROWS), *inputs)
+    whole = compute(slice(0, ROWS), *inputs)
+    expected, expected_rows = whole.total, whole.results
     wanted = torch.autograd.grad(3 * expected, inputs)
 
     total, rows = chunked_sum(compute, inputs[:2], inputs[2:], chunk=chunk)

@@ -84,5 +84,8 @@ class DominoHead(nn.Module):
 
         output_weight: W2, where the caller needs its gradient apart from the module's parameter.
         """
-        weight = self.output_weight if output_weight is None else output_weight
-        return logits.float() + nn.functional.linear(latent, weight).float()
+        return logits.float() + self.correction(latent, output_weight).float()
+
+    def correction(self, latent: Tensor, output_weight: Tensor | None = None) -> Tensor:
+        """W2 latent: [..., E] -> [..., V]; output_weight as for `correct`."""
+        return nn.functional.linear(latent, self.output_weight if output_weight is None else output_weight)
