@@ -62,6 +62,29 @@ class CachedAttention:
         """New tokens' query [batch, heads, w, d], key and value [batch, kv_heads, w, d] -> [batch, heads, w, d]."""
         keys, values = self.cache.write(layer, self.positions, key, value)
         self.layers_run += 1
+        return self.over_cache(query, keys, values, scale=scale, window=window, softcap=softcap)
+
+    def over_cache(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of query [batch, heads, w, d] over a layer's whole keys and values, its own among them.
+
+        On a CUDA device by `kernels.block_attention`, which reads only what is visible; on others by PyTorch's
+        attention under a mask.
+        """
+        if query.is_cuda:
+            from draftsmith.kernels.block_attention import block_attention  # needs Triton, which a CPU may lack
+
+            return block_attention(
+                query, keys, values, self.positions, scale=scale, causal=True, window=window, softcap=softcap
+            )
         batch, heads, width, head_dim = query.shape
         kv_heads = keys.shape[1]
         groups = heads // kv_heads

@@ -94,7 +94,14 @@ class TargetEnds(nn.Module):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def argmax(self, hidden: Tensor) -> Choice:
-        """States after the final norm [..., H], in the weights' dtype -> the most likely token of each."""
+        """States after the final norm [..., H], in the weights' dtype -> the most likely token of each.
+
+        On a CUDA device no logits are written (`kernels.vocabulary_argmax`).
+        """
+        if hidden.is_cuda:
+            from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax  # needs Triton, which a CPU may lack
+
+            return Choice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))
         logits = self.project(hidden)
         return Choice(logits.argmax(-1), logits.amax(-1).isfinite())
 

@@ -1,9 +1,10 @@
 """The frozen language model that a draft speaks for."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,9 +15,18 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.location import Location, locate, read_config, resolve_device, resolve_dtype
 from draftsmith.targets.probe import check_ends
 from draftsmith.targets.taps import check_tap_ids, tap_layers
+
+if TYPE_CHECKING:
+    from draftsmith.targets.fused import FusedDecoder
+
+_LOG = logging.getLogger(__name__)
+
+# Tokens of the comparison of the fused decoder with the model's own code.
+_FUSE_PROBE = 6
 
 # Layers whose attention over a cache is known; recurrent and chunked ones keep other state.
 _CACHED_LAYERS = {"full_attention", "sliding_attention"}
@@ -57,6 +67,7 @@ class Target:
                 "(Llama, Qwen, Mistral, Gemma and their like)"
             )
         self._layers = layers
+        self._fused: FusedDecoder | None = None
         self.max_position_embeddings: int = limit
         self.ends = TargetEnds.from_model(model, self.text_config)
         check_ends(model, self._decoder, layers[0], self.ends)
@@ -79,14 +90,18 @@ class Target:
         device: str | torch.device = "cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        fuse: str = "auto",
     ) -> "Target":
         """Load a target: a hub id, a local model directory, or a .gguf file (dequantised once, see `targets.gguf`).
 
         dtype: 'auto' (the checkpoint's), 'float32', 'bfloat16', 'float16'; device: 'auto', 'cpu', 'cuda', 'cuda:N'.
+        fuse: 'on' calls `fuse`; 'auto' does so on a CUDA device for the kinds of model that can be fused; 'off' not.
         Weights are read from safetensors only. `tokenizer` is None for a local directory that has none.
         Raises `DraftsmithError` for a missing path, something that is not a causal LM, weights that are missing or
         do not fit, or a device that is not there; and as `from_model`.
         """
+        if fuse not in ("auto", "on", "off"):
+            raise DraftsmithError(f"fuse is {fuse!r}; allowed are auto, on and off")
         location = locate(path)
         resolved_device, resolved_dtype = resolve_device(device), resolve_dtype(dtype)
         config = read_config(location, revision, trust_remote_code)
@@ -107,7 +122,43 @@ class Target:
         model, info = loaded
         _check_all_loaded(location, info)
         tokenizer = AutoTokenizer.from_pretrained(location.name, **origin) if location.has_tokenizer else None
-        return cls(model, tokenizer, location.source, _commit(model))
+        target = cls(model, tokenizer, location.source, _commit(model))
+        if fuse == "on" or (fuse == "auto" and target._fuses_by_itself()):
+            target.fuse()
+        return target
+
+    def fuse(self) -> None:
+        """Joins the model's weights and runs cached forwards through fused kernels from now on (`targets.fused`).
+
+        The model's parameters become views of the joined ones; forwards without a cache go on running the model's own
+        code. On a CPU the same operations run as plain PyTorch, which is for tests. Raises `DraftsmithError` for a
+        model that cannot be fused, or whose fused states are not its own on a few tokens, and without Triton.
+        """
+        if self._fused is not None:
+            return
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            raise DraftsmithError("fusing a target needs Triton (pip install triton), which is not here") from error
+        from draftsmith.targets.fused import fuse
+
+        self._fused = fuse(self._decoder, self.text_config, self.ends.embed, self.new_cache(1, _FUSE_PROBE))
+
+    @property
+    def fused(self) -> bool:
+        """Whether cached forwards run through fused kernels."""
+        return self._fused is not None
+
+    def _fuses_by_itself(self) -> bool:
+        """Whether 'auto' fuses this target: on a CUDA device, if its kind of layer is known."""
+        if self.device.type != "cuda":
+            return False
+        from draftsmith.targets.joining import STYLES
+
+        kind = type(self._layers[0]).__name__
+        if kind not in STYLES:
+            _LOG.info("target %s: layers of kind %s are not fused and run by the model's own code", self.source, kind)
+        return kind in STYLES
 
     @property
     def hidden_size(self) -> int:
@@ -184,7 +235,12 @@ class Target:
         elif not final_state and cache is None:
             raise DraftsmithError("a target forward without taps, final state or cache computes nothing; ask for one")
         stop = cache is None and not final_state
-        last_hidden = None
+        last_hidden: Tensor | None = None
+        if cache is not None and self._fused is not None:
+            with capturable_experts(self._decoder.config, self.device, self.dtype):
+                last_hidden, outputs = self._fused.forward(self.ends.embed(input_ids), positions, cache, tap_ids)
+            taps = torch.cat([outputs[i] for i in tap_ids], dim=-1) if tap_ids else None
+            return TargetStates(taps, last_hidden if final_state else None)
         with tap_layers(self._layers, tap_ids, stop_after_last=stop) as outputs:
             last_hidden = self._run_decoder(input_ids, positions, cache)
         taps = torch.cat([outputs[i] for i in tap_ids], dim=-1) if tap_ids else None
@@ -195,7 +251,8 @@ class Target:
         if cache is None:
             return self._decoder(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
         attention = CachedAttention(cache, positions)
-        with draftsmith_attention(self._decoder.config):
+        experts = capturable_experts(self._decoder.config, self.device, self.dtype)
+        with draftsmith_attention(self._decoder.config), experts:
             output = self._decoder(
                 input_ids=input_ids, position_ids=positions, use_cache=False, draftsmith_attention=attention
             )

@@ -1,0 +1,230 @@
+"""The target's cached forward with fewer, fatter operations: joined projections and fused kernels around them.
+
+The layers are computed as the model's own code computes them, rounding where it rounds; only which operations share a
+launch differs. Between two matrix products runs one kernel: residual addition and norm; norm, rope and cache write;
+attention; gate. The model itself is not changed but for its weights' storage (`targets.joining`), and its own code
+stays the reference: `fuse` compares the two on a few tokens before anything else is run.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.kernels import gated_activation as gate
+from draftsmith.kernels import rms_norm as norm
+from draftsmith.kernels import rope_cache as rope
+from draftsmith.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from draftsmith.targets.attention import CachedAttention, draftsmith_attention
+from draftsmith.targets.cache import KeyValueCache
+from draftsmith.targets.experts import capturable_experts
+from draftsmith.targets.joining import GatedMLP, Layer, Linear, join_layer, norm_epsilon, style_of
+
+# Rope whose frequencies depend on the length of the text: a table of angles by position does not hold them.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+# Positions of the angle tables past the model's own last one: room for a block that begins within it.
+_TABLE_MARGIN = 256
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a layer tells the attention function: scale of the scores, window or None, cap of the scores or None."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sublayer's output on its way to the residual stream: value [B, w, H], or [S, B, w, H] fp32 addends where
+    `partial`; `post_norm` [H] is applied before it is added, where there is one."""
+
+    value: Tensor
+    partial: bool = False
+    post_norm: Tensor | None = None
+
+
+class FusedDecoder:
+    """Runs the layers of a model whose weights it has joined; holds no state of any batch.
+
+    layers, facts: one of each a layer; tables: (cos, sin) [positions, rotary] of each layer, in the model's dtype.
+    kernels: Triton kernels, or their plain references (on a CPU).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        facts: Sequence[LayerFacts],
+        tables: Sequence[tuple[Tensor, Tensor]],
+        final_norm: Tensor,
+        *,
+        epsilon: float,
+        unit_offset: bool,
+        kernels: bool,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.facts = tuple(facts)
+        self.tables = tuple(tables)
+        self.final_norm = final_norm
+        self.epsilon = epsilon
+        self.unit_offset = unit_offset
+        self.kernels = kernels
+        self._rms_norm: Callable[..., tuple[Tensor, Tensor]] = norm.rms_norm if kernels else norm.rms_norm_reference
+        self._rope_cache: Callable[..., Tensor] = rope.rope_cache if kernels else rope.rope_cache_reference
+        self._gate: Callable[..., Tensor] = gate.gated_activation if kernels else gate.gated_activation_reference
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the angle tables cover."""
+        return len(self.tables[0][0])
+
+    def forward(
+        self, embedded: Tensor, positions: Tensor, cache: KeyValueCache, tap_ids: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Embedded tokens [B, w, H] at positions [B, w] int64 -> the state after the final norm [B, w, H], and the
+        outputs of the tapped layers [B, w, H] by tap id.
+
+        Raises `DraftsmithError` for a cache with more positions than the angle tables have, or of another shape.
+        """
+        if cache.max_length > self.max_positions:
+            raise DraftsmithError(
+                f"a cache of {cache.max_length} positions; the target's rope is known for {self.max_positions}"
+            )
+        attention = CachedAttention(cache, positions)
+        taps: dict[int, Tensor] = {}
+        stream: Tensor | None = None
+        coming = _Sum(embedded)
+        for index, layer in enumerate(self.layers):
+            states, stream = self._norm(coming, stream, layer.input_norm)
+            if index - 1 in tap_ids:
+                taps[index - 1] = stream
+            coming = self._attend(index, states, attention)
+            states, stream = self._norm(coming, stream, layer.mlp_norm)
+            coming = self._feed_forward(layer, states)
+        final, stream = self._norm(coming, stream, self.final_norm)
+        if len(self.layers) - 1 in tap_ids:
+            taps[len(self.layers) - 1] = stream
+        return final, taps
+
+    def _norm(self, coming: _Sum, stream: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds what is coming to the residual stream, and norms the sum."""
+        return self._rms_norm(
+            coming.value, weight, self.epsilon, stream,
+            unit_offset=self.unit_offset, post_weight=coming.post_norm, partial=coming.partial,
+        )  # fmt: skip
+
+    def _attend(self, index: int, states: Tensor, attention: CachedAttention) -> _Sum:
+        layer, facts = self.layers[index], self.facts[index]
+        keys, values = attention.cache.keys[index], attention.cache.values[index]
+        qkv, _ = self._product(states, layer.attention.qkv)
+        query = self._rope_cache(
+            qkv, *self.tables[index], attention.positions, keys, values,
+            heads=layer.attention.heads, q_weight=layer.attention.q_norm, k_weight=layer.attention.k_norm,
+            eps=self.epsilon, unit_offset=self.unit_offset,
+        )  # fmt: skip
+        attended = attention.over_cache(
+            query, keys, values, scale=facts.scale, window=facts.window, softcap=facts.softcap
+        )
+        value, partial = self._product(attended.transpose(1, 2).flatten(2), layer.attention.out)
+        return _Sum(value, partial, layer.attention_post_norm)
+
+    def _feed_forward(self, layer: Layer, states: Tensor) -> _Sum:
+        if not isinstance(layer.mlp, GatedMLP):
+            return _Sum(layer.mlp(states), False, layer.mlp_post_norm)
+        gate_up, partial = self._product(states, layer.mlp.gate_up)
+        gated = self._gate(gate_up, layer.mlp.activation, states.dtype if partial else None)
+        value, partial = self._product(gated, layer.mlp.down)
+        return _Sum(value, partial, layer.mlp_post_norm)
+
+    def _product(self, x: Tensor, linear: Linear) -> tuple[Tensor, bool]:
+        """x W^T + b, and whether it comes as addends that the next kernel sums."""
+        rows = x.shape[0] * x.shape[1]
+        if self.kernels and linear.bias is None and rows <= MAX_ROWS and x.dtype != torch.float32:
+            return skinny_linear(x, linear.weight), True
+        return functional.linear(x, linear.weight, linear.bias), False
+
+
+def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: KeyValueCache) -> FusedDecoder:
+    """A `FusedDecoder` for a Hugging Face decoder, whose weights are joined in place.
+
+    config: its text configuration; embed: token ids to what the first layer reads; cache: an empty one for one row of
+    a few tokens, for the comparison of both ways. Raises `DraftsmithError` for a model that cannot be fused, by name,
+    before anything is changed, and for one whose fused results are not its own.
+    """
+    style = style_of(decoder.layers)
+    ropes = _layer_ropes(decoder, config, style.rope_by_layer_type)
+    epsilon = norm_epsilon(decoder.layers)
+    ids = torch.arange(1, 1 + cache.max_length, device=cache.keys[0].device)[None] % config.vocab_size
+    positions = torch.arange(cache.max_length, device=ids.device)[None]
+    recorder = _Recorder(cache, positions)
+    experts = capturable_experts(decoder.config, ids.device, decoder.norm.weight.dtype)
+    with torch.no_grad(), draftsmith_attention(decoder.config), experts:
+        expected = decoder(
+            input_ids=ids, position_ids=positions, use_cache=False, draftsmith_attention=recorder
+        ).last_hidden_state
+    fused = FusedDecoder(
+        [join_layer(layer, style, config) for layer in decoder.layers],
+        [recorder.facts[index] for index in range(len(decoder.layers))],
+        ropes,
+        decoder.norm.weight.detach(),
+        epsilon=epsilon,
+        unit_offset=style.unit_offset,
+        kernels=ids.is_cuda,
+    )
+    with torch.no_grad(), capturable_experts(decoder.config, ids.device, expected.dtype):
+        found, _ = fused.forward(embed(ids), positions, cache, ())
+    _compare(type(decoder).__name__, found, expected)
+    return fused
+
+
+class _Recorder(CachedAttention):
+    """Attends as its base does, and notes what each layer asked for."""
+
+    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+        super().__init__(cache, positions)
+        self.facts: dict[int, LayerFacts] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.facts[layer] = LayerFacts(**options)
+        return super().attend(layer, query, key, value, **options)
+
+
+def _layer_ropes(decoder: Any, config: Any, by_layer_type: bool) -> list[tuple[Tensor, Tensor]]:
+    """(cos, sin) [positions, rotary] of every layer, from the model's own rotary module."""
+    parameters = config.rope_parameters
+    kinds = parameters.values() if by_layer_type else [parameters]
+    for kind in kinds:
+        if kind["rope_type"] in _LENGTH_DEPENDENT_ROPE:
+            raise DraftsmithError(
+                f"the target's rope of type {kind['rope_type']!r} depends on the length of the text and cannot be "
+                "fused (leave target.fuse at 'off')"
+            )
+    weight = decoder.norm.weight
+    positions = torch.arange(config.max_position_embeddings + _TABLE_MARGIN, device=weight.device)[None]
+    sample = weight.new_empty(1, 1, 1)
+    made: dict[str | None, tuple[Tensor, Tensor]] = {}
+    ropes = []
+    for index in range(len(decoder.layers)):
+        kind = config.layer_types[index] if by_layer_type else None
+        if kind not in made:
+            with torch.no_grad():
+                cos, sin = decoder.rotary_emb(sample, positions, *([] if kind is None else [kind]))
+            made[kind] = (cos[0].contiguous(), sin[0].contiguous())
+        ropes.append(made[kind])
+    return ropes
+
+
+def _compare(name: str, found: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 6e-2
+    difference = (found.float() - expected.float()).norm() / expected.float().norm()
+    if not bool(difference <= tolerance):
+        raise DraftsmithError(
+            f"{name} gives other states fused than by its own code (relative difference {float(difference):.3g}, "
+            f"allowed {tolerance}); load it with target.fuse 'off', and report this model"
+        )

@@ -1,0 +1,137 @@
+"""The fused decoder: the model's own results, with its weights in its own hands, on plain operations and on kernels."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.target import Target
+from tests.tiny import KINDS, tiny_model, tiny_target
+
+OVERRIDES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "gemma3": {"attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
+}
+
+
+def _moe() -> Target:
+    torch.manual_seed(2)
+    config = Qwen3MoeConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6, num_experts_per_tok=2,
+        mlp_only_layers=[1], initializer_range=0.2, max_position_embeddings=512,
+    )  # fmt: skip
+    return Target.from_model(Qwen3MoeForCausalLM(config))
+
+
+def _target(kind: str, **overrides) -> Target:
+    return _moe() if kind == "qwen3_moe" else tiny_target(kind, **{**OVERRIDES.get(kind, {}), **overrides})
+
+
+def _run(target: Target, ids: Tensor, edges: tuple[int, ...] = (0, 13, 14, 19, 24)) -> tuple[Tensor, Tensor, list]:
+    """Final states, taps and cache of three rows that run in pieces, each row at its own offset from the second on."""
+    cache = target.new_cache(3, 40)
+    finals, taps = [], []
+    for low, high in zip(edges, edges[1:], strict=False):
+        positions = torch.arange(low, high).repeat(3, 1)
+        states = target.forward(ids[:, low:high], positions, tap_ids=(2, 0), cache=cache.view(high))
+        finals.append(states.final_state)
+        taps.append(states.taps)
+    return torch.cat(finals, 1), torch.cat(taps, 1), [*cache.keys, *cache.values]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
+def test_fused_equals_the_models_own_code(kind):
+    target = _target(kind)
+    ids = torch.randint(0, 97, (3, 24))
+    logits = target.model(input_ids=ids).logits
+    expected = _run(target, ids)
+    target.fuse()
+    assert target.fused
+    found = _run(target, ids)
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for one, other in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    # The model's own code reads the joined weights, and goes on giving what it gave.
+    torch.testing.assert_close(target.model(input_ids=ids).logits, logits, rtol=0, atol=0)
+    target.fuse()  # a second time changes nothing
+    torch.testing.assert_close(_run(target, ids)[0], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
+def test_weights_are_moved_and_not_copied(kind):
+    target = _target(kind)
+    before = sum(parameter.numel() for parameter in target.model.parameters())
+    target.fuse()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
+    assert sum(storages.values()) == 4 * before
+    attention = target.model.model.layers[2].self_attn
+    with torch.no_grad():
+        ids = torch.randint(0, 97, (3, 24))
+        kept = _run(target, ids)[0]
+        attention.v_proj.weight[0, 0] += 1.0  # the model's own parameter is what the fused decoder reads
+    assert not torch.allclose(_run(target, ids)[0], kept, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_kernels_equal_plain_operations(kind):
+    """Half precision, so that the products of few rows run through their kernel, in Triton's interpreter."""
+    overrides = {"num_layers": 2, "hidden_size": 64, "dtype": torch.float16, "initializer_range": 0.1}
+    target = _target(kind, **overrides)
+    target.fuse()
+    plain = target._fused
+    ids = torch.randint(0, 97, (2, 7))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 8, 8]])
+
+    def run(kernels: bool) -> tuple[Tensor, dict[int, Tensor]]:
+        fused = type(plain)(
+            plain.layers, plain.facts, plain.tables, plain.final_norm,
+            epsilon=plain.epsilon, unit_offset=plain.unit_offset, kernels=kernels,
+        )  # fmt: skip
+        return fused.forward(target.ends.embed(ids), positions, target.new_cache(2, 16), (0, 1))
+
+    expected, found = run(kernels=False), run(kernels=True)
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=2e-2)
+    for tap in (0, 1):
+        torch.testing.assert_close(found[1][tap], expected[1][tap], rtol=2e-2, atol=2e-2)
+
+
+def test_what_cannot_be_fused_is_named():
+    with pytest.raises(DraftsmithError, match=r"hidden_act|activation 'relu'"):
+        tiny_target("llama", hidden_act="relu").fuse()
+    other = tiny_target("llama")
+    other.model.model.layers[1].self_attn.o_proj = torch.nn.Sequential(other.model.model.layers[1].self_attn.o_proj)
+    with pytest.raises(DraftsmithError, match="Sequential"):
+        other.fuse()
+    stranger = tiny_target("llama")
+    type_before = type(stranger.model.model.layers[0])
+    stranger.model.model.layers[0].__class__ = type("OddLayer", (type_before,), {})
+    with pytest.raises(DraftsmithError, match="OddLayer"):
+        stranger.fuse()
+    dynamic = tiny_target("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(DraftsmithError, match="dynamic"):
+        dynamic.fuse()
+
+
+def test_a_fusion_that_changes_results_is_refused():
+    target = Target.from_model(tiny_model("llama"))
+    layer = target.model.model.layers[1]
+    own = layer.mlp.forward
+    layer.mlp.forward = lambda x: 1.5 * own(x)  # something that only the model's own code knows of
+    with pytest.raises(DraftsmithError, match="other states fused"):
+        target.fuse()
+
+
+def test_a_cache_past_the_angle_tables_is_refused():
+    target = tiny_target("llama")
+    target.fuse()
+    with pytest.raises(DraftsmithError, match="rope is known for 768"):
+        target.forward(torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64),
+                       cache=target.new_cache(1, 769))  # fmt: skip
