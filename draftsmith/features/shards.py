@@ -45,7 +45,7 @@ HEADER_FILE = "header.json"
 TOKENS_ENDING = ".tokens.safetensors"
 FEATURES_ENDING = ".features.safetensors"
 DEFAULT_SHARD_BYTES = 1 << 30
-# Shards that are hashed, written and synced at a time, beside the one that fills: one thread moves less than a GPU makes.
+# Shards that are hashed, written and synced at a time, beside the one that fills: one thread is slower than a GPU.
 PARALLEL_SHARDS = 3
 
 
