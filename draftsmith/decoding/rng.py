@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.noise import philox
 
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
 
 
 class Stream(IntEnum):
@@ -29,26 +27,6 @@ class Stream(IntEnum):
     TOKEN = 0
     PROPOSAL = 1
     ROW = 2
-
-
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of noise for each counter.
-
-    All tensors are int64 of one broadcastable shape and hold 32-bit words (0 <= word < 2^32); so do the four results.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # The product of two words wraps around in int64, which leaves all 64 bits as an unsigned product has them.
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _WORD) ^ c1 ^ k0,
-            second & _WORD,
-            ((first >> 32) & _WORD) ^ c3 ^ k1,
-            first & _WORD,
-        )
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
 
 
 def uniform_pair(seeds: Tensor, positions: Tensor, stream: Stream, draw: int = 0) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,6 @@ from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pa
 
 MAX_RANK = 1024
 """The widest E that the kernels hold."""
-NOISE_STREAM = 1
-"""Third word of the noise counter, as for every draw of a proposer; the fourth is 1 + the token's id."""
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,28 +35,15 @@ def low_rank_sample_reference(
     base: Tensor, weight: Tensor, latent: Tensor, noise: Tensor, temperature: Tensor, first_id: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch for `low_rank_sample`: (keys [batch] int64, scores / temperature [batch, V] fp32); noise [batch, V]
-    as from `gumbel_noise`."""
+    as from `noise.gumbel_noise`."""
     scores = low_rank_scores(base, weight, latent) / temperature[:, None]
     ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
     return pack_keys(scores + noise, ids).amax(-1), scores
 
 
-def gumbel_from_words(high: Tensor, low: Tensor) -> Tensor:
-    """Standard Gumbel noise from two 32-bit words (int64 tensors in [0, 2^32)) -> fp32.
-
-    u = (high + (low + 1/2) / 2^32) / 2^32 keeps its relative precision down to 2^-65, and with it -log(1 - u), an
-    exponential variable, of which the noise is minus the logarithm: tokens however unlikely are drawn as often as they
-    should be.
-    """
-    u = high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64
-    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
-    exponential = torch.where(u < 0.0625, series, -torch.log((1.0 - u).clamp(min=2.0**-25)))
-    return -torch.log(exponential)
-
-
 @triton.jit
 def _gumbel(high, low):  # type: ignore[no-untyped-def]
-    """`gumbel_from_words` of uint32 tensors in a kernel."""
+    """`noise.gumbel_from_words` of uint32 tensors in a kernel."""
     u = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * (0.25 + u * (0.2 + u * 0.16666666666666666)))))
     exponential = tl.where(u < 0.0625, series, -tl.log(tl.maximum(1.0 - u, 2.9802322387695312e-08)))
@@ -165,7 +149,7 @@ def low_rank_sample(
     """`low_rank_argmax` of (base + W2 u) / temperature + Gumbel noise; the scores without noise go to `scores`.
 
     temperature [batch] fp32 > 0; seeds [batch] int64 and positions [batch] int64 in [0, 2^32), which with `draw` number
-    the noise (`decoding.rng`: stream `PROPOSAL`, one further counter a token). scores [batch, V] fp32, rows contiguous.
+    the noise as `noise.gumbel_noise` does. scores [batch, V] fp32, rows contiguous.
     The other arguments as for `low_rank_argmax`.
     """
     _scan(base, weight, latent, keys, previous, first_id, False, tiling, (scores, temperature, seeds, positions, draw))

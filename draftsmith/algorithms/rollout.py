@@ -1,0 +1,182 @@
+"""How a sequential head fills a block: the decoding options that Domino and DSpark share, and what they check.
+
+Three rollouts give the same tokens up to rounding: `plain` hands every step's logits to the request's sampler; `dense`
+keeps one key a row and step (`kernels.keys`) and never writes a vocabulary of logits when decoding greedily; `pruned`
+does the same and reads only rows of the correction's output matrix that may win (`kernels.low_rank_pruning`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Generic, Literal, Protocol, TypeVar
+
+import torch
+from pydantic import StrictBool
+from torch import Tensor
+
+from draftsmith.algorithms.algorithm import Options
+from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.ends import TargetEnds
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class RolloutOptions(Options):
+    """Decoding options of a sequential head.
+
+    `rollout`: `auto` is `dense` on a CUDA device and `plain` elsewhere. `dense` and `pruned` run kernels on a CUDA
+    device and their PyTorch references elsewhere, and need the package triton. `tensor_parallel`: every process of the
+    default group works on its own part of the vocabulary, and all of them propose the same tokens; for `dense` and
+    `pruned`. Requests with top-k or top-p are filled by plain steps.
+    """
+
+    rollout: Literal["auto", "plain", "dense", "pruned"] = "auto"
+    tensor_parallel: StrictBool = False
+
+    def resolve(self, method: str, device: torch.device) -> str:
+        """`plain`, `dense` or `pruned`. Raises `DraftsmithError` where the wanted one cannot run."""
+        chosen = self.rollout
+        if chosen == "auto":
+            chosen = "dense" if self.tensor_parallel or device.type == "cuda" else "plain"
+        if chosen == "plain" and self.tensor_parallel:
+            raise DraftsmithError(
+                f"{method}: rollout 'plain' works on the whole vocabulary in one process; with tensor_parallel use "
+                "'dense' or 'pruned'"
+            )
+        if chosen != "plain" and find_spec("triton") is None:
+            raise DraftsmithError(
+                f"{method}: rollout {chosen!r} needs the package triton, which is not installed; install it, or set "
+                "rollout to 'plain'"
+            )
+        return chosen
+
+
+class SamplingChoice(Protocol):
+    """The part of a request's sampling options that a rollout looks at."""
+
+    @property
+    def greedy(self) -> bool: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+
+
+class RowSampling(Protocol):
+    """What `dense` and `pruned` need of the engine's sampler: options, and each row's seed and anchor position
+    [batch] int64, which number its noise."""
+
+    @property
+    def sampling(self) -> SamplingChoice: ...
+    @property
+    def seeds(self) -> Tensor: ...
+    @property
+    def anchors(self) -> Tensor: ...
+
+
+def filters(sampling: SamplingChoice) -> bool:
+    """Whether tokens are left out of the distribution, for which all scores have to be known before the draw."""
+    return not sampling.greedy and (sampling.top_k > 0 or sampling.top_p < 1.0)
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The tokens that this process scores: [first, last), one of `parts` equal parts of the vocabulary."""
+
+    first: int
+    last: int
+    parts: int = 1
+
+    def ends(self, ends: TargetEnds) -> TargetEnds:
+        """The target's ends for these tokens; shares memory with the whole."""
+        if self.parts == 1:
+            return ends
+        return TargetEnds(
+            ends.embedding_weight[self.first : self.last],
+            ends.head_weight[self.first : self.last],
+            embedding_scale=ends.embedding_scale,
+            softcap=ends.softcap,
+        )
+
+    def exchange(self, keys: Tensor) -> None:
+        """Each row's best key of all parts, in place: 8 bytes a row and process."""
+        if self.parts > 1:
+            torch.distributed.all_reduce(keys, op=torch.distributed.ReduceOp.MAX)
+
+    def gather(self, scores: Tensor) -> Tensor:
+        """Scores [..., n] of this part -> [..., V] of all parts."""
+        if self.parts == 1:
+            return scores
+        whole = [torch.empty_like(scores) for _ in range(self.parts)]
+        torch.distributed.all_gather(whole, scores)
+        return torch.cat(whole, dim=-1)
+
+
+def check_vocabulary(
+    method: str, draft: Draft, ends: TargetEnds, weight: Tensor, options: RolloutOptions
+) -> VocabularyPart:
+    """The part of the vocabulary that this process works on; weight [V, E] is the correction's output matrix.
+
+    Raises `DraftsmithError` when draft and target disagree on the vocabulary, stand on different devices or in a dtype
+    that rollouts do not run in, or when the processes cannot share the vocabulary evenly.
+    """
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if world_size > 1 and not options.tensor_parallel:
+        raise DraftsmithError(
+            f"{method} decodes in one process, and this is one of {world_size} (world size {world_size}); decode in a "
+            "single process, or set tensor_parallel to share the vocabulary"
+        )
+    vocab_size = draft.config.vocab_size
+    if ends.vocab_size != vocab_size:
+        raise DraftsmithError(
+            f"{method} corrects the logits of {vocab_size} tokens (vocab_size), and the target's output head has "
+            f"{ends.vocab_size}; both must be the same"
+        )
+    if ends.head_weight.device != draft.device:
+        raise DraftsmithError(
+            f"{method}'s head is on {draft.device} and the target's output head on {ends.head_weight.device}; put both "
+            "on one device"
+        )
+    for name, tensor in ((f"{method}'s head", weight), ("the target's output head", ends.head_weight)):
+        if tensor.dtype not in DTYPES:
+            raise DraftsmithError(f"{name} is in {tensor.dtype}; rollouts run in bfloat16, float16 or float32")
+    if vocab_size % world_size:
+        raise DraftsmithError(
+            f"{method}: {world_size} processes cannot share a vocabulary of {vocab_size} tokens evenly; allowed: a "
+            f"number of processes that divides {vocab_size}"
+        )
+    size = vocab_size // world_size
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    return VocabularyPart(rank * size, (rank + 1) * size, world_size)
+
+
+T = TypeVar("T")
+
+
+class Derived(Generic[T]):
+    """Something computed from weights, made once and again whenever a weight was replaced or changed in place.
+
+    It holds the weights it was made from, so a new tensor at an old address is not taken for it. A change inside a
+    running CUDA graph is not seen: the check is the host's.
+    """
+
+    def __init__(self, weights: Callable[[], tuple[Tensor, ...]], make: Callable[..., T]) -> None:
+        self._weights, self._make = weights, make
+        self._sources: tuple[Tensor, ...] = ()
+        self._versions: list[int] = []
+        self._value: T | None = None
+
+    def __call__(self) -> T:
+        weights = self._weights()
+        versions = [weight._version for weight in weights]
+        same = len(weights) == len(self._sources) and all(
+            new is old for new, old in zip(weights, self._sources, strict=True)
+        )
+        if self._value is None or not same or versions != self._versions:
+            self._sources, self._versions = weights, versions
+            with torch.no_grad():
+                self._value = self._make(*weights)
+        return self._value
