@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Proposals, TokenSampler
-from draftsmith.decoding import engine as engine_module
+from draftsmith.decoding import step as step_module
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
@@ -225,7 +225,7 @@ def verify_trusting(
 
 @pytest.mark.parametrize("mutated", [verify_forgetting, verify_trusting])
 def test_a_wrong_verifier_is_caught(mutated: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "verify_sampled", mutated)
+    monkeypatch.setattr(step_module, "verify_sampled", mutated)
     results = decode_small(small_engine("sampled"), SAMPLINGS[0], new=4, rows=5000)
     assert p_value(results, SAMPLINGS[0]) < 1e-6
 

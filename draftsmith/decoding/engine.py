@@ -1,234 +1,309 @@
-"""The decoding engine: prefill, then steps of propose -> verify -> accept -> commit -> append context.
+"""The decoding engine: requests come in, rows are put into slots, prompts are read, and steps are launched.
 
-A step is a function of tensors on the device: it never waits for the host, and its shapes do not depend on values, so
-that a graph can hold it. The host looks at the finished flags between steps. Decoding without a draft is the same
-engine with nothing proposed.
+The device holds all that decoding needs (`pool`), and a step (`step`) is a function of it. The host decides which rows
+are where, launches, and reads what came of it: on a GPU one step behind, so that the device never waits for it. That
+lag changes no result, because stop tokens and limits are seen to on the device, and what is computed for a row that
+has ended is not committed.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Proposals, Proposer
+from draftsmith.algorithms.algorithm import Proposer
 from draftsmith.algorithms.registry import algorithm_for
-from draftsmith.decoding.cache import ContextCache, block_attention
+from draftsmith.decoding.answer import Answer, not_finite
+from draftsmith.decoding.cache import BlockRunner, DenseBlocks, FusedBlocks
+from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.pool import SlotPool, to_device
+from draftsmith.decoding.prefill import PrefillGroup, groups_of
+from draftsmith.decoding.reports import Reports
 from draftsmith.decoding.request import Generation, Request
-from draftsmith.decoding.rng import Stream, uniform_pair
-from draftsmith.decoding.sampling import SamplingOptions, distribution, draw_token
-from draftsmith.decoding.state import DecodingState, new_state
-from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
+from draftsmith.decoding.sampling import SamplingBounds
+from draftsmith.decoding.state import REPORT_HEADER, DecodingState
+from draftsmith.decoding.step import Drafting, Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.cache import KeyValueCache
-from draftsmith.targets.target import Target, TargetStates
+from draftsmith.targets.target import Target
 
-
-@dataclass
-class Decoding:
-    """A batch in the making: its request, its state on the device, and the caches of its rows.
-
-    `reach` is the host's bound on the rows' lengths: no row is longer, so no cache is read further.
-    """
-
-    request: Request
-    state: DecodingState
-    target_cache: KeyValueCache
-    context: ContextCache | None
-    reach: int
+_FUSED_BLOCK_SIZE = 32
+"""Widest block of the fused attention kernel."""
 
 
 class Engine:
-    """Decodes ragged batches with a target and, perhaps, a draft; holds no state of any batch.
+    """Decodes with a target and, perhaps, a draft.
 
-    `decode` runs a request to its end; `start`, `step`, `finished` and `results` are its parts. Raises
-    `DraftsmithError` at construction when draft and target do not fit, or an option does not apply.
+    `decode` runs a request to its end. `submit` takes a request in and `step` works on all that were taken in: rows
+    that end make room for rows that wait. Not safe for use by several threads at once. Raises `DraftsmithError` at
+    construction when draft and target do not fit, or an option does not apply.
     """
 
     def __init__(self, target: Target, draft: Draft | None = None, options: EngineOptions | None = None) -> None:
         self.target = target
         self.draft = draft
         self.options = options or EngineOptions()
-        self.proposer: Proposer | None = None
-        if draft is None:
-            self._refuse_draft_options()
-            self.width = self.options.verify_width or 1
-        else:
-            self._check(draft)
-            method = algorithm_for(draft.config)
-            self.proposer = method.proposer(draft, target.ends, self.options.num_proposals, **self.options.proposer)
-            self.width = method.block_layout(draft.config).verify_width(self.proposer.num_proposals)
+        self.stepper = self._stepper()
+        on_gpu = target.device.type == "cuda"
+        if self.options.graphs == "on" and not on_gpu:
+            raise DraftsmithError(f"graphs is on, but the target is on {target.device}; set it to auto or off")
+        self._graphs_on = on_gpu and self.options.graphs != "off"
+        self._lag = int(on_gpu) if self.options.steps_ahead is None else self.options.steps_ahead
+        self._waiting: deque[Answer] = deque()
+        self._groups: deque[PrefillGroup] = deque()
+        self._reports = Reports()
+        self._graphs: StepGraphs | None = None
+        self.pool: SlotPool | None = None
+
+    # --- what callers do ----------------------------------------------------------------------------------------------
 
     def decode(self, request: Request) -> list[Generation]:
-        """Runs a request: one `Generation` a prompt, in order. Errors as in `start` and `finished`."""
-        if not request.prompts:
-            return []
-        decoding = self.start(request)
-        while not self.finished(decoding):
-            self.step(decoding)
-        return self.results(decoding)
+        """Runs a request: one `Generation` a prompt, in order.
 
-    @torch.no_grad()
-    def start(self, request: Request) -> Decoding:
-        """Prefills the prompts and commits each row's first token.
+        Raises `DraftsmithError` as `submit`, and when a row met numbers that are not finite.
+        """
+        answers = self.submit(request)
+        while not all(answer.finished for answer in answers):
+            self.step()
+            faults = {answer.index: answer.fault for answer in answers if answer.fault is not None}
+            if faults:
+                for answer in answers:
+                    self.cancel(answer)
+                part = "target's logits" if "target's logits" in faults.values() else "draft's hidden states"
+                raise not_finite(part, [i for i, fault in faults.items() if fault == part], self.target.dtype)
+        return [answer.generation() for answer in answers]
 
-        Raises `DraftsmithError` before any work for prompts that the models cannot take.
+    def submit(self, request: Request) -> tuple[Answer, ...]:
+        """Takes a request in: an `Answer` a prompt, in order, which grows with the steps to come.
+
+        Raises `DraftsmithError` for prompts that the models, or the slots, cannot take.
         """
         window = self.target.max_position_embeddings
         draft_positions = None if self.draft is None else self.draft.config.max_position_embeddings
         request.check(vocab_size=self.target.vocab_size, window=window, draft_positions=draft_positions)
-        state = new_state(request, window, self.width, self.target.device)
-        batch, max_length = len(request.prompts), state.tokens.shape[1] - self.width
-        context = None if self.draft is None else ContextCache(self.draft, batch, max_length)
-        longest = max(len(prompt) for prompt in request.prompts)
-        decoding = Decoding(request, state, self.target.new_cache(batch, max_length), context, longest)
+        answers = tuple(
+            Answer(request, index, window, self.step, self.target.dtype) for index in range(len(request.prompts))
+        )
+        most = self.options.max_length
+        for answer in answers:
+            if most is not None and answer.limit > most:
+                raise DraftsmithError(
+                    f"prompt {answer.index} has {len(answer.prompt)} tokens and may become {answer.limit} long, but a "
+                    f"slot has room for {most} (max_length); shorten it, lower max_new_tokens or raise max_length"
+                )
+        self._waiting.extend(answers)
+        return answers
 
-        last_state = self._prefill(decoding)  # [batch, H]
-        chosen = self._choose(self._logits(state, last_state[:, None]), state, request.sampling)
-        state.commit(Verdict(chosen, torch.ones_like(state.length)))
-        decoding.reach += 1
-        return decoding
+    def cancel(self, answer: Answer) -> None:
+        """Ends an answer as it is; nothing happens to one that is finished."""
+        if answer.finished:
+            return
+        answer.finish_reason = "cancelled"
+        if answer in self._waiting:
+            self._waiting.remove(answer)
+        elif self.pool is not None:
+            slot = self.pool.occupants.index(answer)
+            if slot not in self.pool.prefilling:  # else its slot is free when its group has been read
+                self.pool.release([slot])
 
-    @torch.no_grad()
-    def step(self, decoding: Decoding) -> None:
-        """One round for every row, in place; finished rows are computed along and not changed."""
-        state = decoding.state
-        extent = self._extent(decoding)
-        proposals = self._propose(decoding, extent)
-        positions = state.verify_positions(self.width)
-        block = torch.cat((state.anchor_ids[:, None], proposals.token_ids), dim=1)  # [batch, w]
-        states = self._run_target(decoding, block, positions, extent, final_state=True)
-        verdict = self._verify(decoding, _present(states.final_state), proposals)
-        state.record(state.commit(verdict))
-        self._append_context(decoding, states, positions)
-        decoding.reach += self.width
+    @property
+    def proposer(self) -> Proposer | None:
+        """What fills the draft's blocks: its method's own proposer, unless another one is put in its place."""
+        return None if self.stepper.drafting is None else self.stepper.drafting.proposer
 
-    def finished(self, decoding: Decoding) -> bool:
-        """Whether all rows are done: the one place where the host waits for the device.
+    @proposer.setter
+    def proposer(self, proposer: Proposer) -> None:
+        if self.stepper.drafting is None or self.pool is not None:
+            raise DraftsmithError("a proposer can be put in only with a draft, and before anything is decoded")
+        self.stepper.drafting.proposer = proposer
+        self.stepper.width = 1 + proposer.num_proposals
 
-        Raises `DraftsmithError` when a row met numbers that are not finite.
-        """
-        state = decoding.state
-        flags = (state.finished.all(), state.invalid_target.any(), state.invalid_draft.any(), state.length.max())
-        done, invalid_target, invalid_draft, decoding.reach = torch.stack(flags).tolist()
-        if invalid_target or invalid_draft:
-            part, rows = "target's logits", state.invalid_target
-            if not invalid_target:
-                part, rows = "draft's hidden states", state.invalid_draft
-            raise DraftsmithError(
-                f"the {part} are NaN or infinite for prompts {rows.nonzero()[:, 0].tolist()}; check the weights, or "
-                f"use a wider dtype than {self.target.dtype}"
-            )
-        return bool(done)
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._waiting and (self.pool is None or self.pool.idle)
 
-    def results(self, decoding: Decoding) -> list[Generation]:
-        """What every row has so far."""
-        state = decoding.state
-        tokens, lengths, stopped = state.tokens.tolist(), state.length.tolist(), state.stopped.tolist()
-        history, verifies = state.accept_lengths.tolist(), state.verifies.tolist()
+    def step(self) -> None:
+        """Takes waiting rows into free slots, reads prompts (one pass, if rows are in work meanwhile), decodes one
+        step of all rows in work, and reads what earlier steps did."""
+        self._admit()
+        if self.pool is None:
+            return
+        self._prefill(self.pool)
+        launched = self._launch(self.pool)
+        self._read(self.pool, self._lag if launched else 0)
+
+    # --- rows and slots -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        if not self._waiting:
+            return
+        if self.pool is None or (self.pool.idle and not self._suits(self.pool)):
+            self._read_all()
+            self.pool = self._new_pool()
+        free = self.pool.free_slots()
+        admitted: list[Answer] = []
+        while self._waiting and len(admitted) < len(free) and self._fits(self.pool, self._waiting[0]):
+            admitted.append(self._waiting.popleft())
+        for group in groups_of(free[: len(admitted)], admitted, self.options.prefill_rows):
+            self.pool.place(group.first, group.answers)
+            self._groups.append(group)
+
+    def _wanted_slots(self) -> int:
+        return self.options.slots or len(self._waiting)
+
+    def _suits(self, pool: SlotPool) -> bool:
+        """Whether an idle pool is the one that the waiting rows want."""
+        return pool.size == self._wanted_slots() and all(self._fits(pool, answer) for answer in self._waiting)
+
+    @staticmethod
+    def _fits(pool: SlotPool, answer: Answer) -> bool:
+        return answer.limit <= pool.max_length and len(answer.stop_token_ids) <= pool.state.stop_ids.shape[1]
+
+    def _new_pool(self) -> SlotPool:
+        """Slots for the rows that wait; the former pool, and the graphs of its memory, go."""
+        self.pool = None
+        if self._graphs_on:
+            torch.cuda.synchronize(self.target.device)  # a graph may still be running
+            self._graphs = StepGraphs(self.target.device, self.options.max_graphs)
+        slots, stepper = self._wanted_slots(), self.stepper
+        bucket = self.options.context_bucket
+        longest = max(answer.limit for answer in self._waiting)
+        # Whole buckets, so that somewhat longer rows still fit later.
+        max_length = self.options.max_length or min(-(-longest // bucket) * bucket, self.target.max_position_embeddings)
+        stops = max(8, *(len(answer.stop_token_ids) for answer in self._waiting))
+        reserved = max_length + stepper.reach
+        drafting = stepper.drafting
+        return SlotPool(
+            DecodingState.empty(slots, max_length, stepper.width, stops, self.target.device),
+            self.target.new_cache(slots, reserved),
+            None if drafting is None else drafting.blocks.new_cache(slots, reserved),
+            max_length,
+            reserved,
+        )
+
+    # --- launching ----------------------------------------------------------------------------------------------------
+
+    def _prefill(self, pool: SlotPool) -> None:
+        alone = not self._in_work(pool)
+        while self._groups:
+            self._prefill_pass(pool, self._groups[0])
+            if not self._groups[0].answers:
+                self._groups.popleft()
+            if not alone:
+                return
+
+    def _prefill_pass(self, pool: SlotPool, group: PrefillGroup) -> None:
+        answers, begin = group.answers, group.begin
+        width = group.next_width(self.options.prefill_chunk)
+        ended = group.advance(width)
+        rows = tuple(a if end and not a.finished else None for a, end in zip(answers, ended, strict=True))
+        first = [row is not None for row in rows]
+        ending = to_device(torch.tensor(first), self.target.device) if any(first) else None
+        slots = pool.rows(group.first, group.first + len(answers))
+        bounds = SamplingBounds.of(row.sampling for row in rows if row is not None)
+        self.stepper.prefill(slots, begin, width, ending, bounds)
+        pool.prefilling -= {group.first + row for row, end in enumerate(ended) if end}
+        if any(first):
+            for row in rows:
+                if row is not None:
+                    row.launched(most=1)
+            self._reports.push(slots.state.report[:, : REPORT_HEADER + 1], group.first, rows, verified=False)
+        cancelled = [group.first + i for i, a in enumerate(answers) if ended[i] and a.finished]
+        pool.release(cancelled)
+
+    def _in_work(self, pool: SlotPool) -> list[Answer]:
+        """Rows whose prompt is read, and which may not have ended, as far as the host knows."""
         return [
-            Generation(
-                token_ids=tokens[row][len(prompt) : lengths[row]],
-                accept_lengths=history[row][: verifies[row]],
-                finish_reason="stop" if stopped[row] else "length",
-            )
-            for row, prompt in enumerate(decoding.request.prompts)
+            answer
+            for slot, answer in enumerate(pool.occupants)
+            if answer is not None and slot not in pool.prefilling and not answer.surely_ended
         ]
 
-    # --- the parts of a step ------------------------------------------------------------------------------------------
+    def _launch(self, pool: SlotPool) -> bool:
+        """Launches a step, if any row may need one."""
+        in_work = self._in_work(pool)
+        if not in_work:
+            return False
+        size = self._batch_bucket(pool)
+        extent = self._extent(pool, size)
+        bounds = SamplingBounds.of(answer.sampling for answer in in_work)
+        slots = pool.rows(0, size)
 
-    def _prefill(self, decoding: Decoding) -> Tensor:
-        """Runs the prompts chunk by chunk through target and context: the final state of each row's last token,
-        [batch, H].
+        def step() -> None:
+            self.stepper.step(slots, extent, bounds)
 
-        Rows are right-padded; what padding leaves in the caches lies past the row's length and is overwritten in time.
-        """
-        state = decoding.state
-        lengths = [len(prompt) for prompt in decoding.request.prompts]
-        batch, longest = len(lengths), max(lengths)
-        last = state.prompt_length - 1
-        last_state: Tensor | None = None
-        for begin in range(0, longest, self.options.prefill_chunk):
-            end = min(begin + self.options.prefill_chunk, longest)
-            positions = torch.arange(begin, end, device=last.device).expand(batch, -1)
-            ends_here = any(begin < length <= end for length in lengths)
-            states = self._run_target(decoding, state.tokens[:, begin:end], positions, end, final_state=ends_here)
-            self._append_context(decoding, states, positions)
-            if ends_here:
-                final = _present(states.final_state)
-                index = (last - begin).clamp(0, end - begin - 1)
-                here = final.gather(1, index.view(-1, 1, 1).expand(-1, 1, final.shape[-1]))[:, 0]
-                inside = ((begin <= last) & (last < end))[:, None]
-                last_state = here if last_state is None else torch.where(inside, here, last_state)
-        return _present(last_state)
+        if self._graphs is None:
+            step()
+        else:
+            self._graphs.run((size, extent, bounds), step)
+        rows = tuple(
+            None if slot in pool.prefilling else answer for slot, answer in enumerate(pool.occupants[:size])
+        )
+        for answer in rows:
+            if answer is not None:
+                answer.launched(most=self.stepper.width)
+        self._reports.push(slots.state.report, 0, rows, verified=True)
+        return True
 
-    def _extent(self, decoding: Decoding) -> int:
-        """How many cache positions a step may touch, in whole buckets so that shapes seldom change."""
-        bucket = self.options.context_bucket
-        needed = decoding.reach + self.width - 1
-        return min(-(-needed // bucket) * bucket, decoding.target_cache.max_length)
+    def _batch_bucket(self, pool: SlotPool) -> int:
+        """How many slots a step computes."""
+        used = max(slot for slot, answer in enumerate(pool.occupants) if answer is not None) + 1
+        buckets = self.options.batch_buckets or ()
+        return min((bucket for bucket in buckets if used <= bucket <= pool.size), default=pool.size)
 
-    def _propose(self, decoding: Decoding, extent: int) -> Proposals:
-        """The next tokens as the draft sees them; without a draft, filler of which nothing is proposed."""
-        state = decoding.state
-        if self.draft is None or self.proposer is None or decoding.context is None:
-            filler = state.tokens.new_zeros(len(state.tokens), self.width - 1)
-            return Proposals(filler, count=torch.zeros_like(state.length))
-        block_size = self.draft.config.block_size
-        slots = torch.arange(block_size, device=state.length.device)
-        # Block ids: the anchor, then masks (methods.md section 4).
-        ids = torch.where(slots == 0, state.anchor_ids[:, None], self.draft.config.mask_token_id)  # [batch, B]
-        hidden = self.draft(
-            self.target.ends.embedding_rows(ids)[:, None],
-            (state.anchor[:, None] + slots)[:, None],
-            decoding.context.view(extent),
-            block_attention(state.anchor, extent, block_size, self.draft.attention_kinds),
-        )[:, 0]  # [batch, B, H]
-        state.invalid_draft.logical_or_(~hidden.isfinite().all(-1).all(-1) & ~state.finished)
-        sampler = RowSampler(decoding.request.sampling, state.seeds, state.anchor)
-        return self.proposer.propose(hidden, state.anchor_ids, sampler)
+    def _extent(self, pool: SlotPool, size: int) -> int:
+        """How many cache positions a step may touch: a bucket that holds all rows, however far they may be by now."""
+        longest = max((answer.most_length for answer in pool.occupants[:size] if answer is not None), default=1)
+        needed = longest - 1 + self.stepper.reach
+        extent = bucket = self.options.context_bucket
+        if self._graphs_on:
+            while extent < needed:
+                extent *= 2
+        else:
+            extent = -(-needed // bucket) * bucket
+        return min(extent, pool.reserved)
 
-    def _run_target(
-        self, decoding: Decoding, ids: Tensor, positions: Tensor, extent: int, *, final_state: bool
-    ) -> TargetStates:
-        """Target states of ids [batch, w] at positions [batch, w], all below `extent`, with the draft's taps."""
-        tap_ids = () if self.draft is None else self.draft.config.target_layer_ids
-        cache = decoding.target_cache.view(extent)
-        return self.target.forward(ids, positions, tap_ids=tap_ids, final_state=final_state, cache=cache)
+    # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _append_context(self, decoding: Decoding, states: TargetStates, positions: Tensor) -> None:
-        if decoding.context is not None:
-            decoding.context.append(_present(states.taps), positions)
+    def _read(self, pool: SlotPool, leave: int) -> None:
+        """Takes in all reports but the last `leave`, and frees the slots of rows that ended."""
+        ended: list[int] = []
+        while len(self._reports) > leave:
+            lines, report = self._reports.pop()
+            for slot, (line, answer) in enumerate(zip(lines, report.rows, strict=True), report.first):
+                if answer is None:
+                    continue
+                answer.arrived(most=self.stepper.width if report.verified else 1)
+                if answer.finished:
+                    continue
+                answer.read(line, verified=report.verified)
+                if answer.finished:
+                    ended.append(slot)
+                    if answer.fault is not None:
+                        pool.erase(slot)
+        pool.release(ended)
 
-    def _logits(self, state: DecodingState, final_state: Tensor) -> Tensor:
-        """final_state [batch, w, H] -> logits [batch, w, V]; rows whose logits are not finite are marked."""
-        logits = self.target.ends.project(final_state)
-        state.invalid_target.logical_or_(~logits.amax(-1).isfinite().all(-1) & ~state.finished)
-        return logits
-
-    def _choose(self, logits: Tensor, state: DecodingState, sampling: SamplingOptions) -> Tensor:
-        """The target's own token at each position: logits [batch, w, V] -> [batch, w]."""
-        if sampling.greedy:
-            return logits.argmax(-1)
-        return draw_token(distribution(logits, sampling), self._noise(state, logits.shape[1])[0])
-
-    def _verify(self, decoding: Decoding, final_state: Tensor, proposals: Proposals) -> Verdict:
-        state, sampling = decoding.state, decoding.request.sampling
-        logits = self._logits(state, final_state)  # [batch, w, V]
-        if sampling.greedy or proposals.q is None:
-            return verify_chosen(self._choose(logits, state, sampling), proposals.token_ids, proposals.count)
-        uniform, accept_uniform = self._noise(state, self.width)
-        p = distribution(logits, sampling)
-        return verify_sampled(p, proposals.token_ids, proposals.q, proposals.count, uniform, accept_uniform)
-
-    def _noise(self, state: DecodingState, width: int) -> tuple[Tensor, Tensor]:
-        """The numbers of the next `width` output positions, [batch, width] fp64 each (`Stream.TOKEN`)."""
-        positions = state.length[:, None] + torch.arange(width, device=state.length.device)
-        return uniform_pair(state.seeds[:, None], positions, Stream.TOKEN)
+    def _read_all(self) -> None:
+        if self.pool is not None:
+            self._read(self.pool, 0)
 
     # --- construction -------------------------------------------------------------------------------------------------
+
+    def _stepper(self) -> Stepper:
+        draft, options = self.draft, self.options
+        if draft is None:
+            self._refuse_draft_options()
+            return Stepper(self.target, None, options.verify_width or 1)
+        self._check(draft)
+        method = algorithm_for(draft.config)
+        proposer = method.proposer(draft, self.target.ends, options.num_proposals, **options.proposer)
+        fused = draft.device.type == "cuda" and draft.config.block_size <= _FUSED_BLOCK_SIZE
+        blocks: BlockRunner = FusedBlocks(draft) if fused else DenseBlocks(draft)
+        width = method.block_layout(draft.config).verify_width(proposer.num_proposals)
+        return Stepper(self.target, Drafting(draft, blocks, proposer), width)
 
     def _check(self, draft: Draft) -> None:
         check_against_target(draft.config, self.target)
@@ -243,28 +318,10 @@ class Engine:
             )
 
     def _refuse_draft_options(self) -> None:
-        for name, value in (("num_proposals", self.options.num_proposals), ("proposer", self.options.proposer or None)):
+        unused: Sequence[tuple[str, object]] = (
+            ("num_proposals", self.options.num_proposals),
+            ("proposer", self.options.proposer or None),
+        )
+        for name, value in unused:
             if value is not None:
                 raise DraftsmithError(f"{name} is {value!r}, but there is no draft to propose; leave it out")
-
-
-@dataclass(frozen=True)
-class RowSampler:
-    """The `TokenSampler` of one block: draws from each row's own noise at its anchor's position [batch]."""
-
-    sampling: SamplingOptions
-    seeds: Tensor
-    anchors: Tensor
-
-    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
-        """logits [batch, V] -> (ids [batch], q [batch, V], or None when greedy)."""
-        if self.sampling.greedy:
-            return logits.argmax(-1), None
-        q = distribution(logits, self.sampling)
-        return draw_token(q, uniform_pair(self.seeds, self.anchors, Stream.PROPOSAL, draw)[0]), q
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    """A tensor that was asked for, and therefore is there."""
-    assert tensor is not None
-    return tensor

@@ -14,7 +14,7 @@ from draftsmith.algorithms.dflash2 import DFlash2ObjectiveOptions, DFlash2Sectio
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.weighting import DecayWeighting, DPaceWeighting, UniformWeighting
 from draftsmith.blocks.anchors import Anchors
-from draftsmith.decoding.engine import RowSampler
+from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions, distribution
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Proposals, TokenSampler
-from draftsmith.decoding.engine import Decoding, Engine
+from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.request import Generation, Request
 
 
 class Oracle:
-    """Knows every row's answer, and proposes so many right tokens as `right(row, done)` says (then wrong ones).
+    """Knows every prompt's answer, and proposes so many right tokens as `right(row, done)` says (then wrong ones).
 
     `done` counts the tokens that the row has. `count`, if given, says in the same way how many proposals are worth
-    verifying; `shift` misplaces all proposals by so many slots, as a wrong slot convention would.
+    verifying; `shift` misplaces all proposals by so many slots, as a wrong slot convention would. It looks at numbers
+    of the device, so no graph can hold it.
     """
 
     def __init__(
@@ -29,15 +30,23 @@ class Oracle:
     ) -> None:
         self.answers, self.num_proposals, self.vocab_size = answers, num_proposals, vocab_size
         self.right, self.count, self.shift = right, count, shift
-        self.decoding: Decoding | None = None
+        self.engine: Engine | None = None
 
     def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        assert self.decoding is not None
-        state = self.decoding.state
-        done = (state.length - state.prompt_length).tolist()
-        tokens = [self._row(row, tokens_done) for row, tokens_done in enumerate(done)]
-        count = None if self.count is None else torch.tensor([self.count(row, d) for row, d in enumerate(done)])
-        return Proposals(torch.tensor(tokens), count=count)
+        assert self.engine is not None
+        pool = self.engine.pool
+        assert pool is not None
+        lengths = pool.state.length.tolist()
+        rows = [
+            (0, 0) if answer is None else (answer.index, max(lengths[slot] - len(answer.prompt), 0))
+            for slot, answer in enumerate(pool.occupants)
+        ]
+        tokens = [self._row(row, done) for row, done in rows]
+        counts = None if self.count is None else [self.count(row, done) for row, done in rows]
+        device = hidden.device
+        return Proposals(
+            torch.tensor(tokens, device=device), count=None if counts is None else torch.tensor(counts, device=device)
+        )
 
     def _row(self, row: int, done: int) -> list[int]:
         answer, right = self.answers[row], self.right(row, done)
@@ -51,12 +60,9 @@ class Oracle:
 
 def decode_with(engine: Engine, request: Request, oracle: Oracle) -> list[Generation]:
     """`engine.decode` with the oracle in place of the draft's own method."""
-    engine.proposer, engine.width = oracle, 1 + oracle.num_proposals
-    decoding = engine.start(request)
-    oracle.decoding = decoding
-    while not engine.finished(decoding):
-        engine.step(decoding)
-    return engine.results(decoding)
+    engine.proposer = oracle
+    oracle.engine = engine
+    return engine.decode(request)
 
 
 def expected_accept_lengths(

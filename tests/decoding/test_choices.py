@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from draftsmith.decoding.engine import RowSampler
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.rng import Stream, uniform_pair
+from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions, distribution, draw_token
 from draftsmith.targets.target import Target
 from tests.tiny import tiny_model

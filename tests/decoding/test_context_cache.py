@@ -5,7 +5,7 @@ from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.build import build_blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_attention
-from draftsmith.decoding.cache import ContextCache, block_attention
+from draftsmith.decoding.cache import DenseBlocks, block_attention
 from draftsmith.drafts.attention import AttentionKind
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
@@ -37,26 +37,28 @@ def test_any_chunking_gives_the_same_context(chunk: int) -> None:
     draft = tiny_draft(target, num_layers=3)
     taps = torch.randn(2, 20, 2 * target.hidden_size)
     positions = torch.arange(20).expand(2, -1)
-    cache = ContextCache(draft, 2, 32)
+    blocks = DenseBlocks(draft)
+    cache = blocks.new_cache(2, 32)
     with torch.no_grad():
         expected = draft.context_keys_values(taps, positions)
         for begin in range(0, 20, chunk):
-            cache.append(taps[:, begin : begin + chunk], positions[:, begin : begin + chunk])
+            blocks.append(taps[:, begin : begin + chunk], torch.full((2,), begin), cache)
     for cached, made in zip(cache.view(20), expected, strict=True):
         torch.testing.assert_close(cached, made)
-    assert all((keys[:, :, 20:] == 0).all() and (values[:, :, 20:] == 0).all() for keys, values in cache.layers)
+    assert (cache.storage[..., 20:, :] == 0).all()
 
 
 def test_rows_write_at_their_own_positions_and_overwrite() -> None:
     target = tiny_target()
     draft = tiny_draft(target, num_layers=1)
-    cache = ContextCache(draft, 2, 12)
-    taps = torch.randn(2, 4, 2 * target.hidden_size)
-    positions = torch.tensor([[2, 3, 4, 5], [7, 8, 9, 10]])
+    blocks = DenseBlocks(draft)
+    cache = blocks.new_cache(2, 12)
+    taps, start = torch.randn(2, 4, 2 * target.hidden_size), torch.tensor([2, 7])
+    positions = start[:, None] + torch.arange(4)
     with torch.no_grad():
-        cache.append(torch.randn_like(taps), positions)
-        cache.append(taps, positions)
+        blocks.append(torch.randn_like(taps), start, cache)
+        blocks.append(taps, start, cache)
         ((keys, values),) = draft.context_keys_values(taps, positions)
     for row in range(2):
-        torch.testing.assert_close(cache.layers[0][0][row][:, positions[row]], keys[row])
-        torch.testing.assert_close(cache.layers[0][1][row][:, positions[row]], values[row])
+        torch.testing.assert_close(cache.storage[0, 0, row][:, positions[row]], keys[row])
+        torch.testing.assert_close(cache.storage[0, 1, row][:, positions[row]], values[row])

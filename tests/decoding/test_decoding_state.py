@@ -1,50 +1,65 @@
 import torch
 
+from draftsmith.decoding.answer import Answer
+from draftsmith.decoding.pool import SlotPool
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingOptions
-from draftsmith.decoding.state import DecodingState, new_state
+from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.verify import Verdict
+from draftsmith.targets.cache import KeyValueCache
 
 WIDTH = 4
 
 
-def state_of(prompts: list[list[int]], max_new_tokens: int, stop: list[int], window: int = 100) -> DecodingState:
-    request = Request.of(
-        prompts, max_new_tokens=max_new_tokens, sampling=SamplingOptions(), stop_token_ids=stop, seed=0
-    )
-    return new_state(request, window, WIDTH, torch.device("cpu"))
+class Rows:
+    """Slots whose prompts are read, and what the host makes of their reports."""
 
-
-def committed_tokens(state: DecodingState) -> list[list[int]]:
-    return [
-        row[begin:end]
-        for row, begin, end in zip(
-            state.tokens.tolist(), state.prompt_length.tolist(), state.length.tolist(), strict=True
+    def __init__(self, prompts: list[list[int]], max_new_tokens: int, stop: list[int], window: int = 100) -> None:
+        request = Request.of(
+            prompts, max_new_tokens=max_new_tokens, sampling=SamplingOptions(), stop_token_ids=stop, seed=0
         )
-    ]
+        self.answers = [Answer(request, row, window, lambda: None, torch.float32) for row in range(len(prompts))]
+        longest = max(answer.limit for answer in self.answers)
+        cache = KeyValueCache.allocate(1, len(prompts), 1, 1, 1, dtype=torch.float32, device="cpu")
+        state = DecodingState.empty(len(prompts), longest, WIDTH, 2, torch.device("cpu"))
+        self.pool = SlotPool(state, cache, None, longest, longest)
+        self.pool.place(0, self.answers)
+        state.finished.fill_(False)
 
+    @property
+    def state(self) -> DecodingState:
+        return self.pool.state
 
-def commit(state: DecodingState, tokens: list[list[int]], counts: list[int]) -> list[int]:
-    committed = state.commit(Verdict(torch.tensor(tokens), torch.tensor(counts)))
-    state.record(committed)
-    return committed.tolist()
+    def commit(self, tokens: list[list[int]], counts: list[int]) -> list[int]:
+        committed = self.state.commit(Verdict(torch.tensor(tokens), torch.tensor(counts)))
+        for answer, line in zip(self.answers, self.state.report.tolist(), strict=True):
+            if not answer.finished:
+                answer.read(line, verified=True)
+        return committed.tolist()
+
+    def committed(self) -> list[list[int]]:
+        """The tokens on the device, which must be those that the host knows."""
+        rows = zip(self.state.tokens.tolist(), self.answers, self.state.length.tolist(), strict=True)
+        found = [row[len(answer.prompt) : end] for row, answer, end in rows]
+        assert found == [answer.token_ids for answer in self.answers]
+        return found
 
 
 def test_random_commits_equal_the_plain_loop() -> None:
     """Ragged rows, two stop ids, limits by max_new_tokens and by the window, all at once."""
     generator = torch.Generator().manual_seed(0)
-    rows, stop = 64, [3, 11]
-    prompts = [torch.randint(30, (1 + row % 9,), generator=generator).tolist() for row in range(rows)]
+    count, stop = 64, [3, 11]
+    prompts = [torch.randint(30, (1 + row % 9,), generator=generator).tolist() for row in range(count)]
     prompts[0] = [3, 11, 3]  # stop ids in a prompt stop nothing
-    state = state_of(prompts, 15, stop, window=20)
+    rows = Rows(prompts, 15, stop, window=20)
     expected: list[list[int]] = [[] for _ in prompts]
     history: list[list[int]] = [[] for _ in prompts]
     reasons = ["" for _ in prompts]
     for _ in range(20):
-        tokens = torch.randint(30, (rows, WIDTH), generator=generator)
-        counts = torch.randint(1, WIDTH + 1, (rows,), generator=generator)
-        commit(state, tokens.tolist(), counts.tolist())
-        for row in range(rows):
+        tokens = torch.randint(30, (count, WIDTH), generator=generator)
+        counts = torch.randint(1, WIDTH + 1, (count,), generator=generator)
+        rows.commit(tokens.tolist(), counts.tolist())
+        for row in range(count):
             if reasons[row]:
                 continue
             before = len(expected[row])
@@ -57,38 +72,57 @@ def test_random_commits_equal_the_plain_loop() -> None:
                 if reasons[row]:
                     break
             history[row].append(len(expected[row]) - before)
-    assert committed_tokens(state) == expected
-    assert state.finished.all()
-    assert state.stopped.tolist() == [reason == "stop" for reason in reasons]
+    assert rows.committed() == expected
+    assert rows.state.finished.all()
+    assert [answer.finish_reason for answer in rows.answers] == reasons
     assert set(reasons) == {"stop", "length"}
-    found = [lengths[:count] for lengths, count in zip(state.accept_lengths, state.verifies, strict=True)]
-    assert [lengths.tolist() for lengths in found] == history
-    assert [row[: len(prompt)] for row, prompt in zip(state.tokens.tolist(), prompts, strict=True)] == prompts
+    assert [answer.accept_lengths for answer in rows.answers] == history
+    assert [row[: len(prompt)] for row, prompt in zip(rows.state.tokens.tolist(), prompts, strict=True)] == prompts
 
 
 def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
-    state = state_of([[1]], 3, [9])
-    assert commit(state, [[5, 6, 9, 7]], [4]) == [3]
-    assert state.stopped.tolist() == [True]
+    rows = Rows([[1]], 3, [9])
+    assert rows.commit([[5, 6, 9, 7]], [4]) == [3]
+    assert rows.answers[0].finish_reason == "stop"
 
 
 def test_a_stop_id_past_the_limit_or_past_the_count_is_none() -> None:
-    state = state_of([[1], [1]], 3, [9])
-    assert commit(state, [[5, 6, 7, 9], [5, 9, 9, 9]], [4, 1]) == [3, 1]
-    assert state.stopped.tolist() == [False, False]
-    assert state.finished.tolist() == [True, False]
+    rows = Rows([[1], [1]], 3, [9])
+    assert rows.commit([[5, 6, 7, 9], [5, 9, 9, 9]], [4, 1]) == [3, 1]
+    assert [answer.finish_reason for answer in rows.answers] == ["length", None]
+
+
+def test_the_room_for_stop_ids_that_are_not_there_stops_nothing() -> None:
+    rows = Rows([[1]], 5, [9])  # room for two
+    assert rows.commit([[0, 0, 0, 0]], [4]) == [4]
+    assert not rows.answers[0].finished
 
 
 def test_finished_rows_do_not_change() -> None:
-    state = state_of([[1, 2], [1]], 2, [9])
-    commit(state, [[9, 0, 0, 0], [4, 0, 0, 0]], [1, 1])
-    before = committed_tokens(state)[0], state.verifies[0].item()
-    assert commit(state, [[7, 7, 7, 7], [9, 7, 7, 7]], [4, 4]) == [0, 1]
-    assert (committed_tokens(state)[0], state.verifies[0].item()) == before
-    assert committed_tokens(state)[1] == [4, 9]
+    rows = Rows([[1, 2], [1]], 2, [9])
+    rows.commit([[9, 0, 0, 0], [4, 0, 0, 0]], [1, 1])
+    before = rows.committed()[0], list(rows.answers[0].accept_lengths)
+    assert rows.commit([[7, 7, 7, 7], [9, 7, 7, 7]], [4, 4]) == [0, 1]
+    assert (rows.committed()[0], rows.answers[0].accept_lengths) == before
+    assert rows.committed()[1] == [4, 9]
 
 
-def test_verify_positions_stay_below_the_limit() -> None:
-    state = state_of([[1, 2, 3], [1]], 6, [], window=5)  # limits 5 and 5
-    commit(state, [[4, 5, 6, 7], [4, 5, 6, 7]], [1, 1])
-    assert state.verify_positions(WIDTH).tolist() == [[3, 4, 4, 4], [1, 2, 3, 4]]
+def test_verify_positions_stay_in_the_window() -> None:
+    rows = Rows([[1, 2, 3], [1]], 6, [], window=5)
+    rows.commit([[4, 5, 6, 7], [4, 5, 6, 7]], [1, 1])
+    assert rows.state.verify_positions(WIDTH, 5).tolist() == [[3, 4, 4, 4], [1, 2, 3, 4]]
+
+
+def test_a_slot_forgets_the_row_before() -> None:
+    rows = Rows([[1, 2, 3], [1]], 4, [9])
+    rows.commit([[9, 0, 0, 0], [4, 0, 0, 0]], [1, 1])
+    rows.pool.release([0])
+    request = Request.of([[7, 7]], max_new_tokens=3, sampling=SamplingOptions(0.5, 0.9, 3), seed=[12])
+    fresh = Answer(request, 0, 100, lambda: None, torch.float32)
+    rows.pool.place(0, [fresh])
+    state = rows.state
+    assert (state.length[0], state.limit[0], state.seeds[0], state.stop_count[0]) == (2, 5, 12, 0)
+    assert state.finished.tolist() == [True, False]
+    assert not state.stopped[0]
+    assert (state.temperature[0], state.top_k[0]) == (0.5, 3)
+    assert state.tokens[1, :2].tolist() == [1, 4]  # the neighbour's

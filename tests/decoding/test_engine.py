@@ -14,7 +14,7 @@ from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Request
-from draftsmith.decoding.sampling import SamplingOptions
+from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from tests.decoding.oracle import Oracle, decode_with, expected_accept_lengths
@@ -199,19 +199,25 @@ def test_a_second_request_sees_nothing_of_the_first(target: Target, draft: Draft
 def test_chunked_prefill_feeds_the_whole_prompt_to_target_and_draft(target: Target, draft: Draft, chunk: int) -> None:
     prompts = random_prompts()
     engine = Engine(target, draft, EngineOptions(prefill_chunk=chunk))
-    decoding = engine.start(greedy(prompts, 10))
-    assert decoding.context is not None
+    answers = engine.submit(greedy(prompts, 2))
+    while not all(answer.token_ids for answer in answers):
+        engine.step()
+    pool = engine.pool
+    assert pool is not None
+    assert pool.context is not None
     for row, prompt in enumerate(prompts):
+        slot = [len(p) for p in sorted(prompts, key=len, reverse=True)].index(len(prompt))
         ids, positions = torch.tensor([prompt]), torch.arange(len(prompt))[None]
         states = target.forward(ids, positions, tap_ids=draft.config.target_layer_ids)
         assert states.taps is not None
         with torch.no_grad():
             expected = draft.context_keys_values(states.taps, positions)
-        for (keys, values), (wanted_keys, wanted_values) in zip(decoding.context.layers, expected, strict=True):
-            torch.testing.assert_close(keys[row, :, : len(prompt)], wanted_keys[0], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(values[row, :, : len(prompt)], wanted_values[0], atol=1e-4, rtol=1e-4)
+        for stored, wanted in zip(pool.context.storage, expected, strict=True):
+            for part in range(2):  # keys, values
+                found = stored[part, slot, :, : len(prompt)]
+                torch.testing.assert_close(found, wanted[part][0], atol=1e-4, rtol=1e-4)
         assert states.final_state is not None
-        assert decoding.state.anchor_ids[row] == target.ends.project(states.final_state)[0, -1].argmax()
+        assert answers[row].token_ids[0] == target.ends.project(states.final_state)[0, -1].argmax()
 
 
 @pytest.mark.parametrize("bucket", [1, 7, 1000])
@@ -239,24 +245,25 @@ def test_states_of_a_block_equal_the_training_forward_at_the_same_anchor(
 ) -> None:
     draft = tiny_draft(target, num_layers=2, block_size=5, **options)
     prompts = random_prompts()
-    seen: list[tuple[list[int], Tensor]] = []  # anchors of the rows, hidden states
+    seen: list[tuple[list[int], Tensor]] = []  # anchors of the rows, hidden states; both by prompt
 
     class Recorder:
         num_proposals = 4
 
         def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: Any) -> Any:
-            seen.append((decoding.state.anchor.tolist(), hidden))
+            assert engine.pool is not None
+            slots = [slots_of[prompt] for prompt in range(len(prompts))]
+            seen.append((engine.pool.state.anchor[slots].tolist(), hidden[slots]))
             return method.propose(hidden, anchor_ids, sampler)
 
     engine = Engine(target, draft)
     method = engine.proposer
     assert method is not None
     engine.proposer = Recorder()
-    decoding = engine.start(greedy(prompts, 12))
-    while not engine.finished(decoding):
-        engine.step(decoding)
+    slots_of = {prompt: slot for slot, prompt in enumerate(sorted(range(5), key=lambda i: -len(prompts[i])))}
+    results = engine.decode(greedy(prompts, 12))
     layout = algorithm_for(draft.config).block_layout(draft.config)
-    for row, (prompt, result) in enumerate(zip(prompts, engine.results(decoding), strict=True)):
+    for row, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         ids = torch.tensor([prompt + result.token_ids])
         length = ids.shape[1]
         positions, document = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.int64)
@@ -311,13 +318,16 @@ class NoHost(TorchDispatchMode):
 def test_a_step_never_waits_for_the_device(target: Target, draft: Draft, drafted: bool, temperature: float) -> None:
     engine = Engine(target, draft if drafted else None)
     sampling = SamplingOptions(temperature, 0.9, 20) if temperature else SamplingOptions()
-    decoding = engine.start(Request.of(random_prompts(), max_new_tokens=20, sampling=sampling, seed=1))
+    answers = engine.submit(Request.of(random_prompts(), max_new_tokens=20, sampling=sampling, seed=1))
+    engine.step()
+    assert engine.pool is not None
+    slots, bounds = engine.pool.rows(0, 5), SamplingBounds.of(answer.sampling for answer in answers)
     with pytest.MonkeyPatch.context() as patch, NoHost(patch) as watch:
-        engine.step(decoding)
-        engine.step(decoding)
+        engine.stepper.step(slots, 64, bounds)
+        engine.stepper.step(slots, 64, bounds)
         assert watch.calls > 100
         with pytest.raises(AssertionError):
-            engine.finished(decoding)
+            engine.step()  # it reads what happened
 
 
 @pytest.mark.parametrize(
@@ -340,18 +350,10 @@ def test_the_watch_sees_what_waits(waits: Any) -> None:
         waits(torch.ones(3))
 
 
-def test_steps_without_a_look_from_the_host_give_the_same(target: Target, draft: Draft) -> None:
-    request = greedy(random_prompts(), 20)
-    engine = Engine(target, draft, EngineOptions(context_bucket=4))
-    decoding = engine.start(request)
-    for _ in range(30):  # more than are needed: finished rows stay as they are
-        engine.step(decoding)
-    assert engine.finished(decoding)
-    assert engine.results(decoding) == Engine(target, draft).decode(request)
-
-
 def test_weights_keep_no_gradient(target: Target, draft: Draft) -> None:
     draft.zero_grad()
-    decoding = Engine(target, draft).start(greedy(random_prompts(), 3))
-    assert decoding.context is not None
-    assert not any(keys.requires_grad or values.requires_grad for keys, values in decoding.context.layers)
+    engine = Engine(target, draft)
+    engine.decode(greedy(random_prompts(), 3))
+    assert engine.pool is not None
+    assert engine.pool.context is not None
+    assert not engine.pool.context.storage.requires_grad

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from draftsmith.decoding import engine as engine_module
-from draftsmith.decoding.engine import Engine, RowSampler
+from draftsmith.decoding import step as step_module
+from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
@@ -104,7 +105,7 @@ class MisreportingSampler(RowSampler):
 
 
 def test_a_wrong_q_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "RowSampler", MisreportingSampler)
+    monkeypatch.setattr(step_module, "RowSampler", MisreportingSampler)
     results = decode_small(Engine(*small_draft("vanilla")), SAMPLINGS[0], new=4, rows=4_000)
     assert p_value(results, SAMPLINGS[0]) < 1e-6
 

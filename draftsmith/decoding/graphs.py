@@ -1,0 +1,63 @@
+"""Steps held in CUDA graphs: one for each shape that a step has, all in one pool of memory."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+
+from draftsmith.errors import DraftsmithError
+
+
+class StepGraphs:
+    """Runs steps by key; a step must do the same work on the same memory whenever it is run under one key.
+
+    The first step of a key runs eagerly, on a stream beside: it is a step like any other, and warms up whatever a
+    capture must not set up. The second is captured, which computes nothing, and replayed, as all later ones are. A
+    graph keeps nothing but its own intermediate results, and replays follow each other, so all share one pool.
+    """
+
+    def __init__(self, device: torch.device, max_graphs: int) -> None:
+        self._device = device
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._warm: set[Hashable] = set()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """One step, on the current stream as far as the caller can tell."""
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._warm:
+            self._warm.add(key)
+            self._beside(step)
+            return
+        if graph is None:
+            graph = self._capture(key, step)
+        self._graphs.move_to_end(key)
+        graph.replay()
+
+    def _beside(self, step: Callable[[], None]) -> None:
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            step()
+        here.wait_stream(self._stream)
+
+    def _capture(self, key: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if len(self._graphs) >= self._max_graphs:
+            torch.cuda.synchronize(self._device)  # the graph may still be running
+            _, oldest = self._graphs.popitem(last=False)
+            oldest.reset()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+        except RuntimeError as error:
+            raise DraftsmithError(
+                f"a decoding step cannot be captured in a CUDA graph: {error}; set graphs to off to decode eagerly"
+            ) from error
+        self._graphs[key] = graph
+        return graph

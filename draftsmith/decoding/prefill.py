@@ -1,0 +1,54 @@
+"""How prompts are read: rows that came together, chunk by chunk, with little padding."""
+
+from dataclasses import dataclass
+
+from draftsmith.decoding.answer import Answer
+
+PASS_TOKENS = 16384
+"""Most tokens in one pass when many rows are read together: it bounds the memory of a pass."""
+
+_FREE_PADDING = 256
+"""Padded tokens that cost next to nothing: a pass reads the weights, however few tokens it has."""
+
+
+@dataclass
+class PrefillGroup:
+    """Rows in neighbouring slots, from `first` on, whose prompts are read together; the longest comes first, so that
+    rows whose prompt is read drop out at the end. begin: how far all of them are."""
+
+    first: int
+    answers: list[Answer]
+    begin: int = 0
+
+    def next_width(self, chunk: int) -> int:
+        """Tokens of the next pass: as many as leave little padding, at most `chunk` a row and `PASS_TOKENS` in all."""
+        left = [len(answer.prompt) - self.begin for answer in self.answers]  # falling
+        most = min(chunk, max(PASS_TOKENS // len(left), 1))
+        best = min(left[-1], most)
+        for width in sorted({min(value, most) for value in left}):
+            padding = sum(max(width - value, 0) for value in left)
+            useful = sum(min(width, value) for value in left)
+            if padding <= max(_FREE_PADDING, useful // 4):
+                best = max(best, width)
+        return best
+
+    def advance(self, width: int) -> list[bool]:
+        """Counts a pass; which of the rows ended in it. They leave the group."""
+        self.begin += width
+        ended = [len(answer.prompt) <= self.begin for answer in self.answers]
+        self.answers = [answer for answer in self.answers if len(answer.prompt) > self.begin]
+        return ended
+
+
+def groups_of(slots: list[int], answers: list[Answer], most: int | None) -> list[PrefillGroup]:
+    """Puts rows into slots (as many, rising): groups of rows in neighbouring slots, at most `most` each."""
+    ordered = sorted(answers, key=lambda answer: -len(answer.prompt))
+    groups: list[PrefillGroup] = []
+    for slot, answer in zip(slots, ordered, strict=True):
+        last = groups[-1] if groups else None
+        joins = last is not None and last.first + len(last.answers) == slot
+        if last is None or not joins or len(last.answers) == most:
+            groups.append(PrefillGroup(slot, [answer]))
+        else:
+            last.answers.append(answer)
+    return groups

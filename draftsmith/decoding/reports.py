@@ -1,0 +1,65 @@
+"""What steps did, on its way to the host: copied to pinned memory behind each step, and read later."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.decoding.answer import Answer
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A report on its way. lines: a copy of `DecodingState.report` in host memory; done: when it is there (None: at
+    once); first: the slot of its first line; rows: which answer each line was about, None for slots without one;
+    verified: made by a verify."""
+
+    lines: Tensor
+    done: "torch.cuda.Event | None"
+    first: int
+    rows: tuple[Answer | None, ...]
+    verified: bool
+
+
+class Reports:
+    """Reports in the order in which they were made.
+
+    Whose slot a line was about is noted when the step is launched: by the time the line is read, the slot may belong
+    to another row.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[Pending] = deque()
+        self._spare: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def push(self, report: Tensor, first: int, rows: tuple[Answer | None, ...], *, verified: bool) -> None:
+        """Sends a report [slots, n] on its way to the host; arguments as in `Pending`."""
+        if report.device.type != "cuda":
+            self._pending.append(Pending(report.clone(), None, first, rows, verified))
+            return
+        lines = self._buffer(report)
+        lines.copy_(report, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._pending.append(Pending(lines, done, first, rows, verified))
+
+    def pop(self) -> tuple[list[list[int]], Pending]:
+        """The oldest report, as soon as it is there: the one place where the host waits for the device."""
+        pending = self._pending.popleft()
+        if pending.done is not None:
+            pending.done.synchronize()
+        lines = pending.lines.tolist()
+        if pending.done is not None:
+            self._spare.append(pending.lines)
+        return lines, pending
+
+    def _buffer(self, report: Tensor) -> Tensor:
+        for index, spare in enumerate(self._spare):
+            if spare.shape == report.shape:
+                return self._spare.pop(index)
+        self._spare.clear()
+        return torch.empty(report.shape, dtype=report.dtype, pin_memory=True)

@@ -1,0 +1,40 @@
+"""How a proposer draws: from each row's own noise, under each row's own options."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.decoding.rng import Stream, uniform_pair
+from draftsmith.decoding.sampling import RowSampling, SamplingOptions, distribution, draw_token
+
+
+@dataclass(frozen=True)
+class RowSampler:
+    """The `TokenSampler` of one block: draws from each row's own noise (seeds [batch]) at its anchor's position
+    (anchors [batch])."""
+
+    sampling: SamplingOptions | RowSampling
+    seeds: Tensor
+    anchors: Tensor
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every row takes its most likely token."""
+        return self.sampling.greedy
+
+    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
+        """logits [batch, V] -> (ids [batch], q [batch, V], or None when all rows are greedy).
+
+        In a batch with both kinds, a greedy row's q has all its mass on the token.
+        """
+        sampling = self.sampling
+        if sampling.greedy:
+            return logits.argmax(-1), None
+        q = distribution(logits, sampling)
+        ids = draw_token(q, uniform_pair(self.seeds, self.anchors, Stream.PROPOSAL, draw)[0])
+        if isinstance(sampling, RowSampling) and sampling.bounds.some_greedy:
+            greedy = sampling.greedy_rows
+            ids = torch.where(greedy, logits.argmax(-1), ids)
+            q = torch.where(greedy[:, None], torch.zeros_like(q).scatter(-1, ids[:, None], 1.0), q)
+        return ids, q

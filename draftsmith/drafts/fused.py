@@ -1,0 +1,171 @@
+"""A draft's pass in decoding, in few and large kernels; `Backbone` is the reference that it equals.
+
+Weights that read the same input are joined: queries, keys and values of a layer's block; gate and up; and, over all
+layers, the keys and values of the context, so that verified tokens become context by one projection and one kernel.
+A block's own keys and values are written to the cache behind the context, where the next append overwrites them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from draftsmith.drafts.attention import AttentionKind
+from draftsmith.drafts.backbone import Layer, SublayerWrapper
+from draftsmith.drafts.draft import Draft
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One layer's joined weights: qkv [(heads + 2 kv_heads) * d, H], gate_up [2 I, H]; the rest as in the layer."""
+
+    layer: Layer
+    kind: AttentionKind
+    qkv: Tensor
+    gate_up: Tensor
+
+
+class FusedDraft:
+    """Runs blocks and appends context for decoding; made for a draft whose weights do not change any more.
+
+    The draft's own parameters become views of the joined weights, so they take no memory twice; only the context's
+    keys and values are projected by a copy (layers * 2 * kv_heads * d rows of H).
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        # Triton is there wherever torch has a GPU, and only there.
+        from draftsmith.kernels import block_attention, context_append, gated_activation, rms_norm, rope_cache
+
+        self._attention = block_attention.block_attention
+        self._context_append = context_append.context_append
+        self._gated_activation = gated_activation.gated_activation
+        self._rms_norm = rms_norm.rms_norm
+        self._rope_cache = rope_cache.rope_cache
+        self.draft = draft
+        config = draft.config
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        layers = [cast(Layer, layer) for layer in draft.backbone.layers]
+        with torch.no_grad():
+            self.layers = [
+                FusedLayer(
+                    layer,
+                    kind,
+                    qkv=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                    gate_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                )
+                for layer, kind in zip(layers, config.attention_kinds, strict=True)
+            ]
+            context = [part.weight for layer in layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+            self.context_weight = torch.cat(context).detach()  # [layers * 2 * kv_heads * d, H]
+            self.k_weights = torch.stack([layer.self_attn.k_norm.weight for layer in layers]).detach()
+
+    def rope_table(self, length: int) -> Tensor:
+        """Cosines and sines of the positions below `length`: [length, 2 * rotary] fp32."""
+        cosine, sine = self.draft.backbone.rope(torch.arange(length, device=self.draft.device))
+        return torch.cat((cosine, sine), dim=-1)
+
+    def append(self, taps: Tensor, start: Tensor, cache: Tensor, rope_table: Tensor) -> None:
+        """Makes features context: taps [batch, w, T*H] of the tokens at start + 0 .. w - 1, start [batch] int64; cache
+        [layers, 2, batch, kv_heads, length, d]."""
+        backbone, eps = self.draft.backbone, self.draft.config.rms_norm_eps
+        context = functional.linear(taps.to(self.draft.dtype), backbone.fc.weight)
+        context, _ = self._rms_norm(context, backbone.hidden_norm.weight, eps)
+        self._context_append(
+            functional.linear(context, self.context_weight), self.k_weights, rope_table, start, cache, eps=eps
+        )
+
+    def block(self, embeddings: Tensor, anchors: Tensor, cache: Tensor, rope_table: Tensor, limit: int) -> Tensor:
+        """Final normed states of one block a row: embeddings [batch, B, H], not scaled; anchors [batch] int64; cache as
+        in `append`, into which the blocks write behind their context; no row's anchor + B exceeds `limit`."""
+        config, eps = self.draft.config, self.draft.config.rms_norm_eps
+        batch, width, _ = embeddings.shape
+        rotary = rope_table.shape[1] // 2
+        positions = anchors[:, None] + torch.arange(width, device=anchors.device)
+        table = functional.embedding(positions, rope_table)  # [batch, B, 2 * rotary]
+        cosine, sine = table[..., :rotary], table[..., rotary:]
+        change = embeddings.to(self.draft.dtype)
+        if config.input_embedding_scale != 1.0:
+            change = change * config.input_embedding_scale
+        hidden: Tensor | None = None
+        for index, fused in enumerate(self.layers):
+            layer, attention = fused.layer, fused.layer.self_attn
+            normed, hidden = self._rms_norm(change, layer.input_layernorm.weight, eps, hidden)
+            normed, state = _before(layer.attention_conv, normed)
+            q = self._rope_cache(
+                functional.linear(normed, fused.qkv),
+                cosine,
+                sine,
+                anchors,
+                cache[index, 0],
+                cache[index, 1],
+                heads=self.heads,
+                q_weight=attention.q_norm.weight,
+                k_weight=attention.k_norm.weight,
+                eps=eps,
+            )
+            mixed = self._attention(
+                q,
+                cache[index, 0],
+                cache[index, 1],
+                anchors,
+                scale=attention.scale,
+                causal=fused.kind.causal,
+                window=fused.kind.window,
+                sinks=attention.attention_sink_bias,
+                limit=limit,
+            )
+            out = functional.linear(mixed.transpose(1, 2).flatten(2), attention.o_proj.weight)
+            out = _after(layer.attention_conv, out, state)
+            normed, hidden = self._rms_norm(out, layer.post_attention_layernorm.weight, eps, hidden)
+            normed, state = _before(layer.mlp_conv, normed)
+            gated = self._gated_activation(functional.linear(normed, fused.gate_up), "silu")
+            change = _after(layer.mlp_conv, functional.linear(gated, layer.mlp.down_proj.weight), state)
+        return self._rms_norm(change, self.draft.backbone.norm.weight, eps, hidden)[0]
+
+
+def joined(*parts: nn.Linear) -> Tensor:
+    """One weight [sum of rows, H] for projections of the same input, whose own weights become views of it."""
+    weights = [part.weight for part in parts]
+    first = weights[0]
+    rows = sum(weight.shape[0] for weight in weights)
+    if _adjacent(weights):
+        return torch.as_strided(first.detach(), (rows, first.shape[1]), first.stride(), first.storage_offset())
+    whole = torch.cat([weight.detach() for weight in weights])
+    begin = 0
+    for weight in weights:
+        weight.data = whole[begin : begin + weight.shape[0]]
+        begin += weight.shape[0]
+    return whole
+
+
+def _adjacent(weights: Sequence[Tensor]) -> bool:
+    """Whether these contiguous matrices lie one behind the other in one storage: they were joined before."""
+    storage = weights[0].untyped_storage().data_ptr()
+    offset = weights[0].storage_offset()
+    for weight in weights:
+        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
+            return False
+        if not weight.is_contiguous():
+            return False
+        offset += weight.numel()
+    return True
+
+
+def _before(wrapper: nn.Module | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    if wrapper is None:
+        return hidden, None
+    inner, state = cast(SublayerWrapper, wrapper).before(hidden[:, None])
+    return inner[:, 0], state
+
+
+def _after(wrapper: nn.Module | None, hidden: Tensor, state: Tensor | None) -> Tensor:
+    if wrapper is None or state is None:
+        return hidden
+    return cast(SublayerWrapper, wrapper).after(hidden[:, None], state)[:, 0]

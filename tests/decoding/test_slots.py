@@ -1,0 +1,242 @@
+"""Continuous batching: rows come and go, the host looks late, and no row's answer depends on any of it."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from draftsmith.decoding.answer import Answer
+from draftsmith.decoding.engine import Engine
+from draftsmith.decoding.generate import generate
+from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.prefill import PrefillGroup, groups_of
+from draftsmith.decoding.request import Generation, Request
+from draftsmith.decoding.sampling import RowSampling, SamplingOptions, distribution
+from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.target import Target
+from tests.tiny import tiny_target
+from tests.tiny_draft import tiny_draft
+
+SAMPLINGS = [SamplingOptions(), SamplingOptions(0.9), SamplingOptions(1.3, top_k=7), SamplingOptions(0.8, 0.7, 30)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Target) -> Draft:
+    return tiny_draft(target, num_layers=2, block_size=5)
+
+
+def requests(count: int = 9, seed: int = 0) -> list[Request]:
+    """One prompt each, of various lengths, with their own limits, stop ids, seeds and sampling."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        prompt = torch.randint(97, (1 + (7 * i) % 23,), generator=generator).tolist()
+        stop = torch.randint(97, (i % 4,), generator=generator).tolist()
+        made.append(
+            Request.of([prompt], max_new_tokens=3 + (5 * i) % 17, sampling=SAMPLINGS[i % 4], stop_token_ids=stop, seed=i)
+        )
+    return made
+
+
+def alone(target: Target, draft: Draft | None, request: Request) -> Generation:
+    return Engine(target, draft).decode(request)[0]
+
+
+def run(engine: Engine, answers: Sequence[Answer]) -> list[Generation]:
+    while not all(answer.finished for answer in answers):
+        engine.step()
+    return [answer.generation() for answer in answers]
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 1},
+        {"slots": 3, "steps_ahead": 1},
+        {"slots": 4, "steps_ahead": 3, "prefill_chunk": 3},
+        {"slots": 9, "steps_ahead": 1, "batch_buckets": (1, 2, 4)},
+        {"slots": 2, "prefill_rows": 1, "context_bucket": 8},
+    ],
+)
+def test_rows_that_take_turns_answer_as_they_do_alone(
+    target: Target, draft: Draft, drafted: bool, options: dict[str, object]
+) -> None:
+    used = draft if drafted else None
+    engine = Engine(target, used, EngineOptions.model_validate(options))
+    answers = [answer for request in requests() for answer in engine.submit(request)]
+    found = run(engine, answers)
+    assert found == [alone(target, used, request) for request in requests()]
+    assert engine.idle
+    late = [answer for request in requests(3, seed=5) for answer in engine.submit(request)]
+    assert run(engine, late) == [alone(target, used, request) for request in requests(3, seed=5)]
+
+
+def test_requests_join_while_others_go_on(target: Target, draft: Draft) -> None:
+    engine = Engine(target, draft, EngineOptions(slots=3, max_length=64, steps_ahead=1))
+    answers: list[Answer] = []
+    working = 0
+    for request in requests():
+        answers += engine.submit(request)
+        engine.step()
+        engine.step()
+        assert engine.pool is not None
+        working = max(working, sum(1 for a in engine.pool.occupants if a is not None and len(a.token_ids) > 1))
+    assert working > 1
+    assert run(engine, answers) == [alone(target, draft, request) for request in requests()]
+
+
+def states_of(engine: Engine, slot: int) -> torch.Tensor:
+    assert engine.pool is not None
+    assert engine.pool.context is not None
+    state, cache = engine.pool.state, engine.pool.target_cache
+    length = int(state.length[slot]) - 1
+    parts = [t[slot, :, :length] for t in (*cache.keys, *cache.values)]
+    parts += list(engine.pool.context.storage[:, :, slot, :, :length].flatten(0, 1))
+    return torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[3]])
+def test_a_row_is_the_same_to_the_last_bit_beside_any_neighbours(
+    target: Target, draft: Draft, sampling: SamplingOptions
+) -> None:
+    """At a fixed number of slots: not the tokens only, but the caches as well."""
+    row = Request.of([[5, 3, 8, 1, 1, 4]], max_new_tokens=14, sampling=sampling, seed=[77])
+    options = EngineOptions(slots=4, max_length=64, prefill_rows=1)
+    found = []
+    for seed in (1, 2):
+        engine = Engine(target, draft, options)
+        for request in requests(3, seed=seed):
+            engine.submit(request)
+        (answer,) = engine.submit(row)
+        while not answer.finished:
+            assert engine.pool is None or answer not in engine.pool.occupants or engine.pool.occupants[3] is answer
+            before = None if engine.pool is None or len(answer.token_ids) != 8 else states_of(engine, 3)
+            engine.step()
+        found.append((answer.generation(), before))
+        other = Engine(target, draft, options)
+        (first,) = other.submit(row)
+        assert run(other, [first]) == [found[-1][0]]
+    assert found[0][0] == found[1][0]
+
+
+def test_caches_of_a_row_do_not_depend_on_its_neighbours(target: Target, draft: Draft) -> None:
+    row = Request.of([[5, 3, 8, 1, 1, 4]], max_new_tokens=30, sampling=SamplingOptions())
+    found = []
+    for seed in (1, 2):
+        engine = Engine(target, draft, EngineOptions(slots=4, max_length=64, prefill_rows=1))
+        for request in requests(3, seed=seed):
+            engine.submit(request)
+        (answer,) = engine.submit(row)
+        while len(answer.token_ids) < 12:
+            engine.step()
+        assert engine.pool is not None
+        found.append(states_of(engine, engine.pool.occupants.index(answer)))
+    assert torch.equal(found[0], found[1])
+
+
+def test_tokens_stream_to_several_readers(target: Target, draft: Draft) -> None:
+    engine = Engine(target, draft, EngineOptions(slots=2, steps_ahead=1))
+
+    async def read(request: Request) -> list[int]:
+        (answer,) = engine.submit(request)
+        return [token async for token in answer]
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(read(request) for request in requests(5)))
+
+    assert asyncio.run(all_of_them()) == [alone(target, draft, request).token_ids for request in requests(5)]
+
+
+def test_a_cancelled_answer_makes_room_and_nothing_else(target: Target, draft: Draft) -> None:
+    engine = Engine(target, draft, EngineOptions(slots=2, prefill_chunk=2, steps_ahead=1))
+    answers = [answer for request in requests() for answer in engine.submit(request)]
+    engine.step()
+    engine.cancel(answers[1])  # in work, or still being read
+    engine.cancel(answers[6])  # waiting
+    kept = [i for i in range(9) if i not in (1, 6)]
+    run(engine, [answers[i] for i in kept])
+    expected = [alone(target, draft, request) for request in requests()]
+    assert [answers[i].generation() for i in kept] == [expected[i] for i in kept]
+    assert answers[1].token_ids == expected[1].token_ids[: len(answers[1].token_ids)]
+    with pytest.raises(DraftsmithError, match="prompt 0 is cancelled"):
+        answers[6].generation()
+
+
+def test_a_row_that_meets_nan_leaves_the_others_alone(target: Target) -> None:
+    broken = tiny_target("qwen3")
+    broken.ends.embedding_weight[3] = float("nan")
+    engine = Engine(broken, None, EngineOptions(slots=2, steps_ahead=1))
+    answers = engine.submit(Request.of([[1, 2], [3, 5]], max_new_tokens=9, sampling=SamplingOptions()))
+    while not answers[1].finished:
+        engine.step()
+    with pytest.raises(DraftsmithError, match=r"target's logits are NaN or infinite for prompts \[1\]"):
+        answers[1].generation()
+    (next_one,) = engine.submit(Request.of([[4, 4]], max_new_tokens=9, sampling=SamplingOptions()))
+    plain = generate(target, None, [[1, 2], [4, 4]], max_new_tokens=9)
+    if all(3 not in answer.token_ids for answer in plain):
+        assert run(engine, [answers[0], next_one]) == plain
+
+
+def test_what_does_not_fit_a_slot_is_refused(target: Target) -> None:
+    engine = Engine(target, None, EngineOptions(slots=2, max_length=20))
+    with pytest.raises(DraftsmithError, match=r"prompt 0 has 12 tokens and may become 22 long.* room for 20"):
+        engine.submit(Request.of([[1] * 12], max_new_tokens=10, sampling=SamplingOptions()))
+    with pytest.raises(DraftsmithError, match="graphs is on, but the target is on cpu"):
+        Engine(target, None, EngineOptions(graphs="on"))
+
+
+# --- sampling row by row ----------------------------------------------------------------------------------------------
+
+
+def test_rows_of_different_options_get_the_distributions_of_their_own() -> None:
+    options = [*SAMPLINGS[1:], SamplingOptions(1e-40), SamplingOptions(2.0, top_p=0.3), SamplingOptions(1.0, top_k=500)]
+    logits = 3 * torch.randn(len(options), 3, 40)
+    together = distribution(logits, RowSampling.of(options))
+    for row, one in enumerate(options):
+        assert torch.equal(together[row : row + 1], distribution(logits[row : row + 1], one)), one
+    for first, second in itertools.pairwise(range(len(options))):
+        assert not torch.equal(together[first], distribution(logits[first : first + 1], options[second])[0])
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+
+def answers_of(lengths: list[int]) -> list[Answer]:
+    request = Request.of([[1] * length for length in lengths], max_new_tokens=1, sampling=SamplingOptions())
+    return [Answer(request, i, 10_000, lambda: None, torch.float32) for i in range(len(lengths))]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+def test_prompts_are_read_whole_and_with_little_padding(chunk: int) -> None:
+    lengths = torch.randint(1, 900, (40,)).tolist()
+    (group,) = groups_of(list(range(40)), answers_of(lengths), None)
+    computed, passes = 0, 0
+    while group.answers:
+        rows, width = len(group.answers), group.next_width(chunk)
+        assert 1 <= width <= chunk
+        assert group.begin + width <= max(lengths)
+        computed += rows * width
+        passes += 1
+        group.advance(width)
+    assert sum(lengths) <= computed <= 1.25 * sum(lengths) + 256 * passes
+    assert passes <= 900 // chunk + 40
+
+
+def test_groups_are_neighbouring_slots_and_not_too_many_rows() -> None:
+    answers = answers_of([3, 9, 5, 5, 2])
+    groups = groups_of([0, 1, 4, 5, 6], answers, 2)
+    assert [(group.first, [len(a.prompt) for a in group.answers]) for group in groups] == [
+        (0, [9, 5]),
+        (4, [5, 3]),
+        (6, [2]),
+    ]
+    assert PrefillGroup(0, answers_of([4])).next_width(3) == 3
