@@ -239,9 +239,7 @@ class Engine:
             step()
         else:
             self._graphs.run((size, extent, bounds), step)
-        rows = tuple(
-            None if slot in pool.prefilling else answer for slot, answer in enumerate(pool.occupants[:size])
-        )
+        rows = tuple(None if slot in pool.prefilling else answer for slot, answer in enumerate(pool.occupants[:size]))
         for answer in rows:
             if answer is not None:
                 answer.launched(most=self.stepper.width)
