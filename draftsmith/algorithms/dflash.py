@@ -92,7 +92,7 @@ class DFlashProposer:
     def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
         """hidden [batch, B, H], anchor_ids [batch] (slot 0 has read it; not needed again) -> token_ids [batch, P]."""
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
-        return Proposals(self.draft.logits(slots, self.ends).argmax(-1))
+        return Proposals(self.draft.argmax(slots, self.ends))
 
 
 class DFlash(Algorithm):

@@ -176,6 +176,16 @@ class Draft(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def argmax(self, hidden: Tensor, ends: "TargetEnds") -> Tensor:
+        """The most likely token of slots, ties to the lowest id: hidden [..., H] -> [...] int64.
+
+        A multiplier or a soft-cap of the draft's own can make equal what was not, by rounding; without them the
+        target's head need not write any logits.
+        """
+        if self.config.output_multiplier != 1.0 or self.config.final_logit_softcapping is not None:
+            return self.logits(hidden, ends).argmax(-1)
+        return ends.argmax(hidden.to(ends.head_weight.dtype)).ids
+
 
 def file_name(parameter: str) -> str:
     """A parameter's canonical name in files: its name in the module without the first component."""

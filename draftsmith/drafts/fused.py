@@ -85,11 +85,7 @@ class FusedDraft:
         """Final normed states of one block a row: embeddings [batch, B, H], not scaled; anchors [batch] int64; cache as
         in `append`, into which the blocks write behind their context; no row's anchor + B exceeds `limit`."""
         config, eps = self.draft.config, self.draft.config.rms_norm_eps
-        batch, width, _ = embeddings.shape
-        rotary = rope_table.shape[1] // 2
-        positions = anchors[:, None] + torch.arange(width, device=anchors.device)
-        table = functional.embedding(positions, rope_table)  # [batch, B, 2 * rotary]
-        cosine, sine = table[..., :rotary], table[..., rotary:]
+        cosine, sine = rope_table.chunk(2, dim=-1)  # [positions, rotary]
         change = embeddings.to(self.draft.dtype)
         if config.input_embedding_scale != 1.0:
             change = change * config.input_embedding_scale
