@@ -152,6 +152,10 @@ class Algorithm(ABC):
     """The typed `draft` section of its recipes."""
     published_head: ClassVar[dict[str, Any]] = {}
     """The fields of the section that size its head in published drafts, where they have no default."""
+    trimming_options: ClassVar[dict[str, tuple[float, ...]]] = {}
+    """Decoding options that only have a block propose fewer tokens, never other ones, and the values worth trying."""
+    stepwise_options: ClassVar[dict[str, Any]] = {}
+    """Decoding options under which its proposer hands the logits of every slot to the sampler, if it ever does."""
 
     @abstractmethod
     def head_config(self, section: Any) -> dict[str, Any]:
