@@ -231,9 +231,10 @@ def block_attention(
     length = length if limit is None else min(limit, length)
     split = width <= MAX_SPLIT_QUERIES
     wide = q.dtype == torch.float32
-    block_m = max(16, min(64 if wide else 128, triton.next_power_of_2(rows)))
+    block_m = 16 if wide else max(16, min(128, triton.next_power_of_2(rows)))
     block_d = max(16, triton.next_power_of_2(dim))
-    block_n = 32 if wide or block_d >= 256 else 64
+    # fp32 products are unrolled multiply-adds: small tiles keep them in registers.
+    block_n = (16 if wide else 32) if block_d >= 256 else (32 if wide else 64)
     tiles = triton.cdiv(rows, block_m)
     chunk = (chunk or split_size(batch * kv_heads * tiles)) if split else triton.cdiv(length, 64) * 64
     num_chunks = triton.cdiv(length, chunk)
@@ -269,9 +270,7 @@ def split_size(programs: int) -> int:
     return 256 if programs <= 128 else 512
 
 
-def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, sinks: Tensor | None, chunk: int | None
-) -> None:
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, sinks: Tensor | None, chunk: int | None) -> None:
     batch, heads, width, dim = q.shape
     if sinks is not None and width > MAX_SPLIT_QUERIES:
         raise ValueError(f"sinks are known for up to {MAX_SPLIT_QUERIES} query tokens per row, got {width}")

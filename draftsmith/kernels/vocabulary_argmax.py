@@ -6,9 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-def vocabulary_argmax_reference(
-    hidden: Tensor, weight: Tensor, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+def vocabulary_argmax_reference(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Plain PyTorch for `vocabulary_argmax`."""
     logits = torch.nn.functional.linear(hidden, weight)
     if softcap is not None:

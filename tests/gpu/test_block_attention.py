@@ -1,7 +1,5 @@
 """The decoding attention kernel on the device: every dtype and head dimension, long contexts, bitwise invariance."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -20,22 +18,35 @@ def _inputs(batch, heads, kv, width, dim, length, dtype, seed):
     return q, k, v, start
 
 
+SHAPES = {
+    "one query, one row": dict(batch=1, heads=4, kv=4, width=1, length=131, causal=True),
+    "verify of 16, grouped heads": dict(batch=3, heads=32, kv=8, width=16, length=700, causal=True),
+    "sliding, one key head": dict(batch=2, heads=6, kv=1, width=7, length=2111, causal=True, window=100),
+    "block both ways, sinks": dict(batch=8, heads=8, kv=2, width=32, length=500, causal=False, sinks=True),
+    "block both ways, window, cap": dict(
+        batch=2, heads=8, kv=2, width=16, length=900, causal=False, window=100, cap=20.0
+    ),
+    "prompt": dict(batch=2, heads=8, kv=2, width=77, length=500, causal=True),
+    "prompt, window, cap": dict(batch=1, heads=4, kv=4, width=300, length=1300, causal=True, window=130, cap=20.0),
+}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 100), (False, None), (False, 100)])
-def test_kernel_equals_reference(dtype, dim, causal, window):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_equals_reference(dtype, dim, shape):
     from draftsmith.kernels.block_attention import block_attention, block_attention_reference
 
-    for (batch, length), (heads, kv), width in itertools.product(
-        [(1, 131), (3, 700), (8, 2111)], [(4, 4), (32, 8), (6, 1)], [1, 7, 16, 32]
-    ):
-        q, k, v, start = _inputs(batch, heads, kv, width, dim, length, dtype, seed=length + width)
-        sinks = torch.randn(heads, device="cuda")
-        for options in ({}, {"sinks": sinks}, {"softcap": 20.0}):
-            options = {"scale": dim**-0.5, "causal": causal, "window": window, **options}
-            expected = block_attention_reference(q, k, v, start, **options)
-            actual = block_attention(q, k, v, start, **options)
-            torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    case = dict(SHAPES[shape])
+    sizes = [case.pop(name) for name in ("batch", "heads", "kv", "width")]
+    q, k, v, start = _inputs(*sizes, dim, case.pop("length"), dtype, seed=dim)
+    options = {"scale": dim**-0.5, "softcap": case.pop("cap", None)}
+    options["sinks"] = torch.randn(sizes[1], device="cuda") if case.pop("sinks", False) else None
+    expected = block_attention_reference(q, k, v, start, **options, **case)
+    actual = block_attention(q, k, v, start, **options, **case)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    limited = block_attention(q, k, v, start, limit=int(start.max()) + sizes[3], **options, **case)
+    assert torch.equal(limited, actual), "results do not depend on how far the cache may reach"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
