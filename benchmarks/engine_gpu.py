@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.decoding.engine import Engine
@@ -172,9 +173,9 @@ def step_graph(engine: Engine, batch: int, context: int) -> tuple[Callable[[], N
 
 def profile(run: Callable[[], object], steps: int, rows: int) -> tuple[float, str]:
     """Share of the time in which no kernel runs, and the kernels that take longest."""
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(steps):
             run()
         torch.cuda.synchronize()

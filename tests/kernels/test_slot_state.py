@@ -14,7 +14,7 @@ SLOTS, LENGTH, VOCABULARY = 13, 40, 6
 
 
 def random_state(width: int, seed: int) -> dict[str, Tensor]:
-    """Rows of all kinds: with and without stop ids, near and far from their limits, finished and not, marked and not."""
+    """Rows of all kinds: with and without stop ids, near and far from their limits, finished, marked."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(low: int, high: int, *shape: int) -> Tensor:
