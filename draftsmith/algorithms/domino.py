@@ -18,8 +18,9 @@ from draftsmith.algorithms.algorithm import (
     Terms,
     TokenSampler,
 )
-from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.checks import check_num_proposals
 from draftsmith.algorithms.metrics import label_metrics
+from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary, decoding_options
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
@@ -50,6 +51,13 @@ class DominoObjectiveOptions(Options):
     def base_share(self, progress: float) -> float:
         """lambda at `progress` in [0, 1), the share of optimiser steps done."""
         return self.lambda_start * max(0.0, 1.0 - progress / self.lambda_decay_ratio)
+
+
+class DominoDecodingOptions(RolloutOptions):
+    """`token_table`: keep the GRU's input side of every token, 3 G numbers a token, instead of multiplying at each
+    step; for the rollouts `dense` and `pruned`."""
+
+    token_table: StrictBool = False
 
 
 class DominoSection(DraftSection):
@@ -181,6 +189,7 @@ class Domino(Algorithm):
         "pure_draft_prefix_len": 1,
         "shift_label": True,
     }
+    stepwise_options: ClassVar[dict[str, Any]] = {"rollout": "plain"}
 
     def head_config(self, section: Any) -> dict[str, Any]:
         fields = {name: getattr(section, name) for name in DominoHeadConfig.model_fields}
@@ -198,27 +207,28 @@ class Domino(Algorithm):
         return DominoObjective(self.block_layout(config), section.objective)
 
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        check_no_decoding_options(self.name, decoding)
-        _check_whole_vocabulary(draft, ends)
+        options = decoding_options(self.name, DominoDecodingOptions, decoding)
+        part = check_vocabulary(self.name, draft, ends, cast(DominoHead, draft.head).output_weight, options)
         layout = self.block_layout(draft.config)
-        return DominoProposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+        count = check_num_proposals(num_proposals, layout)
+        rollout = options.resolve(self.name, draft.device)
+        if rollout == "plain":
+            if options.token_table:
+                raise DraftsmithError(
+                    "domino: token_table is True, and the rollout is 'plain', which reads none; leave it out, or set "
+                    "rollout to 'dense' or 'pruned'"
+                )
+            return DominoProposer(draft, ends, layout, count)
+        # Kernels need the package triton, which not every installation has.
+        from draftsmith.algorithms.domino_rollout import KeyedDominoProposer
 
-
-def _check_whole_vocabulary(draft: Draft, ends: TargetEnds) -> None:
-    """Each proposal is an argmax or a draw over all tokens, which has to happen in one place."""
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if world_size > 1:
-        raise DraftsmithError(
-            f"domino decodes in one process, and this is one of {world_size} (world size {world_size}): its head is "
-            "not split over devices; decode in a single process"
-        )
-    if ends.vocab_size != draft.config.vocab_size:
-        raise DraftsmithError(
-            f"domino corrects the logits of {draft.config.vocab_size} tokens (vocab_size), and the target's output "
-            f"head has {ends.vocab_size}; both must be the same"
-        )
-    if ends.head_weight.device != draft.device:
-        raise DraftsmithError(
-            f"domino's head is on {draft.device} and the target's output head on {ends.head_weight.device}; put both "
-            "on one device"
+        return KeyedDominoProposer.of(
+            draft,
+            ends,
+            layout,
+            count,
+            part,
+            pruned=rollout == "pruned",
+            with_table=options.token_table,
+            kernels=draft.device.type == "cuda",
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,11 +25,12 @@ from draftsmith.algorithms.algorithm import (
 )
 from draftsmith.algorithms.checks import check_num_proposals
 from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
+from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary, decoding_options
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
-from draftsmith.drafts.checks import describe, number
+from draftsmith.drafts.checks import number
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dspark import DSparkHead, corrected_logits
@@ -76,7 +77,7 @@ class DSparkSection(DraftSection):
         return self
 
 
-class DSparkDecodingOptions(Options):
+class DSparkDecodingOptions(RolloutOptions):
     """`min_survival`: proposals count while the confidence head gives them at least this chance that the verifier gets
     to them and accepts them; the rest of the block is not verified. None: all count."""
 
@@ -244,6 +245,8 @@ class DSpark(Algorithm):
     paper = "arXiv 2607.05147"
     section: ClassVar[type[DraftSection]] = DSparkSection
     published_head: ClassVar[dict[str, Any]] = {"markov_rank": 256}
+    trimming_options: ClassVar[dict[str, tuple[float, ...]]] = {"min_survival": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)}
+    stepwise_options: ClassVar[dict[str, Any]] = {"rollout": "plain"}
 
     def head_config(self, section: Any) -> dict[str, Any]:
         with_markov = section.confidence_head_with_markov
@@ -277,13 +280,26 @@ class DSpark(Algorithm):
         return DSparkObjective(self.block_layout(config), options, None)
 
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        try:
-            options = DSparkDecodingOptions(**decoding)
-        except ValidationError as error:
-            known = DSparkDecodingOptions.model_fields
-            raise DraftsmithError(describe(error, "the decoding options of dspark", known)) from None
+        options = decoding_options(self.name, DSparkDecodingOptions, decoding)
         if options.min_survival is not None and _head(draft).confidence_head is None:
             raise DraftsmithError(_no_confidence_head("min_survival", options.min_survival))
+        weight = _head(draft).markov_head.markov_w2.weight
+        part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
         count = check_num_proposals(num_proposals, layout)
-        return DSparkProposer(draft, ends, layout, count, options.min_survival)
+        rollout = options.resolve(self.name, draft.device)
+        if rollout == "plain":
+            return DSparkProposer(draft, ends, layout, count, options.min_survival)
+        # Kernels need the package triton, which not every installation has.
+        from draftsmith.algorithms.dspark_rollout import KeyedDSparkProposer
+
+        return KeyedDSparkProposer.of(
+            draft,
+            ends,
+            layout,
+            count,
+            part,
+            pruned=rollout == "pruned",
+            kernels=draft.device.type == "cuda",
+            min_survival=options.min_survival,
+        )

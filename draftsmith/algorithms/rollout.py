@@ -8,13 +8,14 @@ does the same and reads only rows of the correction's output matrix that may win
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
-from pydantic import StrictBool
+from pydantic import StrictBool, ValidationError
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Options
+from draftsmith.drafts.checks import describe
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TargetEnds
@@ -28,7 +29,7 @@ class RolloutOptions(Options):
     `rollout`: `auto` is `dense` on a CUDA device and `plain` elsewhere. `dense` and `pruned` run kernels on a CUDA
     device and their PyTorch references elsewhere, and need the package triton. `tensor_parallel`: every process of the
     default group works on its own part of the vocabulary, and all of them propose the same tokens; for `dense` and
-    `pruned`. Requests with top-k or top-p are filled by plain steps.
+    `pruned`.
     """
 
     rollout: Literal["auto", "plain", "dense", "pruned"] = "auto"
@@ -52,34 +53,36 @@ class RolloutOptions(Options):
         return chosen
 
 
-class SamplingChoice(Protocol):
-    """The part of a request's sampling options that a rollout looks at."""
+O = TypeVar("O", bound=Options)
+
+
+def decoding_options(method: str, kind: type[O], given: dict[str, Any]) -> O:
+    """The method's typed decoding options; `DraftsmithError` names each fault."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        raise DraftsmithError(describe(error, f"the decoding options of {method}", kind.model_fields)) from None
+
+
+class RowSampling(Protocol):
+    """What `dense` and `pruned` ask of the engine's sampler.
+
+    greedy: whether every row takes its most likely token; temperature [batch] fp32, 0 in such rows; filtered [batch]
+    bool, rows with top-k or top-p, or None when there are none; seeds and anchors [batch] int64, which number each
+    row's noise. As a `TokenSampler` it gives the distribution of filtered rows.
+    """
 
     @property
     def greedy(self) -> bool: ...
     @property
-    def temperature(self) -> float: ...
+    def temperature(self) -> Tensor: ...
     @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-
-
-class RowSampling(Protocol):
-    """What `dense` and `pruned` need of the engine's sampler: options, and each row's seed and anchor position
-    [batch] int64, which number its noise."""
-
-    @property
-    def sampling(self) -> SamplingChoice: ...
+    def filtered(self) -> Tensor | None: ...
     @property
     def seeds(self) -> Tensor: ...
     @property
     def anchors(self) -> Tensor: ...
-
-
-def filters(sampling: SamplingChoice) -> bool:
-    """Whether tokens are left out of the distribution, for which all scores have to be known before the draw."""
-    return not sampling.greedy and (sampling.top_k > 0 or sampling.top_p < 1.0)
+    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)

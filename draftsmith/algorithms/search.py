@@ -4,6 +4,7 @@ A `Search` belongs to a proposer; `Search.block` begins one block and gives a `B
 step's token for all rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +31,9 @@ class Search:
     kernels: bool
 
     @classmethod
-    def of(cls, weight: Tensor, part: VocabularyPart, *, pruned: bool, kernels: bool) -> "Search":
-        """The search with a correction by `weight` [V, E], the whole vocabulary's."""
-        own = Derived(lambda: (weight,), lambda whole: whole.detach()[part.first : part.last])
+    def of(cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool, kernels: bool) -> "Search":
+        """The search with a correction by `weight()` [V, E], the whole vocabulary's."""
+        own = Derived(lambda: (weight(),), lambda whole: whole.detach()[part.first : part.last])
         norms = Derived(lambda: (own(),), pruning.row_norms) if pruned else None
         return cls(own, norms, part, kernels)
 
@@ -50,71 +51,88 @@ class BlockSearch:
         self.weight = search.weight()
         self.keys = dense.new_keys(steps + 1, batch, device=base.device)
         self.keys[0] = pack_keys(torch.zeros(1, device=base.device), anchor_ids)
-        self.scores: Tensor | None = None
+        self.scores = None if sampler.greedy else torch.empty(base.shape, dtype=torch.float32, device=base.device)
+        self.filtered_q: list[Tensor] = []
         self.candidates: Tensor | None = None
-        if not sampler.sampling.greedy:
-            self.scores = torch.empty(base.shape, dtype=torch.float32, device=base.device)
-            self.temperature = torch.full((batch,), sampler.sampling.temperature, device=base.device)
-        elif search.norms is not None:
+        if sampler.greedy and search.norms is not None:
             find = pruning.candidates if search.kernels else pruning.candidates_reference
             self.candidates = find(base.flatten(0, 1)).unflatten(0, (batch, steps))
 
     def choose(self, step: int, latent: Tensor | None, *, of_previous: bool = False) -> None:
         """Finds the tokens of `step` from base + W2 u: latent u [batch, E], or None without a correction; of_previous:
         latent is a table [V, E], and u its row of the token before."""
-        previous = self.keys[step] if of_previous else None
-        keys, base = self.keys[step + 1], self.base[:, step]
         weight = None if latent is None else self.weight
-        if self.search.kernels:
-            self._run_kernel(step, base, weight, latent, keys, previous)
-        else:
-            self._run_reference(step, base, weight, latent, keys, previous)
-        self.search.part.exchange(keys)
+        previous = self.keys[step] if of_previous else None
+        (self._run_kernel if self.search.kernels else self._run_reference)(step, weight, latent, previous)
+        self.search.part.exchange(self.keys[step + 1])
+        if self.scores is not None and self.sampler.filtered is not None:
+            self._choose_filtered(step, self.scores[:, step], self.sampler.filtered)
 
     def token_ids(self) -> Tensor:
-        """The block's tokens so far [batch, P] int64."""
+        """The block's tokens [batch, P] int64."""
         return key_ids(self.keys[1:]).T.contiguous()
 
     def distributions(self) -> Tensor | None:
-        """What the tokens were drawn from [batch, P, V] fp32, or None for greedy ones."""
-        return None if self.scores is None else self.search.part.gather(self.scores).softmax(-1)
+        """What the tokens were drawn from [batch, P, V] fp32, or None when all rows are greedy."""
+        if self.scores is None:
+            return None
+        if self.filtered_q:
+            return torch.stack(self.filtered_q, dim=1)
+        scores = self.search.part.gather(self.scores)
+        temperature = self.sampler.temperature.view(-1, 1, 1)
+        scores = (scores - scores.amax(-1, keepdim=True)) / temperature.clamp(min=dense.LEAST_TEMPERATURE)
+        certain = torch.zeros_like(scores).scatter_(-1, self.token_ids().unsqueeze(-1), 1.0)
+        return torch.where(temperature == 0.0, certain, scores.softmax(-1))
 
-    def _run_kernel(
-        self, step: int, base: Tensor, weight: Tensor | None, latent: Tensor | None, keys: Tensor, previous: Tensor | None
-    ) -> None:
-        first = self.search.part.first
+    def _choose_filtered(self, step: int, scores: Tensor, filtered: Tensor) -> None:
+        """Draws again in rows with top-k or top-p, with the same noise, among the tokens that these leave."""
+        sampler = self.sampler
+        _, q = sampler(self.search.part.gather(scores), step)
+        assert q is not None
+        noise = gumbel_noise(sampler.seeds, sampler.anchors, step, q.shape[-1])
+        ids = torch.arange(q.shape[-1], device=q.device)
+        redrawn = pack_keys(q.log() + noise, ids).amax(-1)
+        keys = self.keys[step + 1]
+        keys.copy_(torch.where(filtered & (sampler.temperature > 0), redrawn, keys))
+        # A row that takes its most likely token has all its mass there; the sampler's own choice may break a tie of
+        # rounding differently.
+        certain = torch.zeros_like(q).scatter_(-1, key_ids(keys)[:, None], 1.0)
+        self.filtered_q.append(torch.where((sampler.temperature == 0)[:, None], certain, q))
+
+    def _run_kernel(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
+        base, keys, search, sampler = self.base[:, step], self.keys[step + 1], self.search, self.sampler
         if self.scores is not None:
             dense.low_rank_sample(
-                base, weight, latent, keys, self.scores[:, step], temperature=self.temperature,
-                seeds=self.sampler.seeds, positions=self.sampler.anchors, draw=step, previous=previous, first_id=first,
+                base, weight, latent, keys, self.scores[:, step], temperature=sampler.temperature, seeds=sampler.seeds,
+                positions=sampler.anchors, draw=step, previous=previous, first_id=search.part.first,
             )  # fmt: skip
-        elif self.candidates is not None and self.search.norms is not None and weight is not None and latent is not None:
-            pruning.pruned_low_rank_argmax(
-                base, weight, latent, keys, norms=self.search.norms(), candidates=self.candidates[:, step],
-                previous=previous, first_id=first,
-            )  # fmt: skip
-        else:
+        elif self.candidates is None or search.norms is None or weight is None or latent is None:
             # Every other step walks backwards: what the step before read last is still in the cache.
             dense.low_rank_argmax(
-                base, weight, latent, keys, previous=previous, first_id=first, reverse=step % 2 == 1
+                base, weight, latent, keys, previous=previous, first_id=search.part.first, reverse=step % 2 == 1
+            )
+        else:
+            pruning.pruned_low_rank_argmax(
+                base, weight, latent, keys, norms=search.norms(), candidates=self.candidates[:, step],
+                previous=previous, first_id=search.part.first,
             )  # fmt: skip
 
-    def _run_reference(
-        self, step: int, base: Tensor, weight: Tensor | None, latent: Tensor | None, keys: Tensor, previous: Tensor | None
-    ) -> None:
-        first = self.search.part.first
+    def _run_reference(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
+        base, search, sampler = self.base[:, step], self.search, self.sampler
+        first = search.part.first
         if weight is None or latent is None:
             weight, latent = base.new_zeros(base.shape[1], 1), base.new_zeros(base.shape[0], 1)
         elif previous is not None:
             latent = latent[key_ids(previous)]
         if self.scores is not None:
-            noise = gumbel_noise(self.sampler.seeds, self.sampler.anchors, step, base.shape[1], first)
-            found, scores = dense.low_rank_sample_reference(base, weight, latent, noise, self.temperature, first)
-            self.scores[:, step] = scores
-        elif self.candidates is not None and self.search.norms is not None:
-            found = pruning.pruned_low_rank_argmax_reference(
-                base, weight, latent, self.search.norms(), self.candidates[:, step], first
+            noise = gumbel_noise(sampler.seeds, sampler.anchors, step, base.shape[1], first)
+            found, self.scores[:, step] = dense.low_rank_sample_reference(
+                base, weight, latent, noise, sampler.temperature, first
             )
-        else:
+        elif self.candidates is None or search.norms is None:
             found = dense.low_rank_argmax_reference(base, weight, latent, first)
-        keys.copy_(found)
+        else:
+            found = pruning.pruned_low_rank_argmax_reference(
+                base, weight, latent, search.norms(), self.candidates[:, step], first
+            )
+        self.keys[step + 1].copy_(found)

@@ -2,8 +2,8 @@
 
 `low_rank_argmax` reads W2 [V, E] once, adds the product to the base logits in fp32 and keeps, per row of the batch, the
 best token as a key (`keys`): the [V] scores are written nowhere. `low_rank_sample` does the same for scores divided by a
-temperature plus Gumbel noise, whose best token is a draw from their softmax (Gumbel, 1954), and writes the scores
-without noise, from which the verifier needs that softmax. The memory traffic of W2 is the bill, so programs walk it in
+temperature plus Gumbel noise, whose best token is a draw from the softmax (Gumbel, 1954), and writes the scores as they
+are, for the verifier needs that softmax. The memory traffic of W2 is the bill, so programs walk it in
 tiles of rows, a fixed number of programs with several tiles in flight.
 """
 
@@ -16,6 +16,8 @@ from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pa
 
 MAX_RANK = 1024
 """The widest E that the kernels hold."""
+LEAST_TEMPERATURE = 1e-30
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,11 +36,18 @@ def low_rank_argmax_reference(base: Tensor, weight: Tensor, latent: Tensor, firs
 def low_rank_sample_reference(
     base: Tensor, weight: Tensor, latent: Tensor, noise: Tensor, temperature: Tensor, first_id: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch for `low_rank_sample`: (keys [batch] int64, scores / temperature [batch, V] fp32); noise [batch, V]
-    as from `noise.gumbel_noise`."""
-    scores = low_rank_scores(base, weight, latent) / temperature[:, None]
+    """Plain PyTorch for `low_rank_sample`: (keys [batch] int64, scores [batch, V] fp32); noise [batch, V] as from
+    `noise.gumbel_noise`."""
+    scores = low_rank_scores(base, weight, latent)
     ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
-    return pack_keys(scores + noise, ids).amax(-1), scores
+    return pack_keys(perturbed(scores, noise, temperature), ids).amax(-1), scores
+
+
+def perturbed(scores: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
+    """scores / temperature + noise, [batch, V], whose best token is a draw; the scores themselves in greedy rows, whose
+    temperature [batch] is 0. One below 1e-30 counts as that, so that nothing overflows."""
+    column = temperature[:, None]
+    return torch.where(column == 0.0, scores, scores / column.clamp(min=LEAST_TEMPERATURE) + noise)
 
 
 @triton.jit
@@ -70,7 +79,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         latent_offset = latent_row[None, :] * rank + dims[:, None]
         latent = tl.load(latent_ptr + latent_offset, mask=dim_ok[:, None] & row_ok[None, :], other=0.0)
     if SAMPLE:
-        cold = tl.load(temperature_ptr + rows, mask=row_ok, other=1.0)
+        temperature = tl.load(temperature_ptr + rows, mask=row_ok, other=1.0)[None, :]
+        greedy = temperature == 0.0
+        divisor = tl.where(greedy, 1.0, tl.maximum(temperature, 1e-30))
         seed = tl.load(seeds_ptr + rows, mask=row_ok, other=0)[None, :]
         position = tl.load(positions_ptr + rows, mask=row_ok, other=0).to(tl.uint32)[None, :]
 
@@ -90,13 +101,12 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             score = tl.dot(weight, latent, input_precision="ieee") + score
         ids = (tokens + first_id)[:, None]
         if SAMPLE:
-            score = score / cold[None, :]
             score_offset = rows.to(tl.int64)[None, :] * scores_stride + tokens[:, None]
             tl.store(scores_ptr + score_offset, score, mask=both_ok)
             zero = tl.zeros([BLOCK_V, BLOCK_B], tl.uint32)
             word = zero + (ids + 1).to(tl.uint32)
             high, low, _, _ = tl.philox(seed, zero + position, zero + draw, zero + 1, word)
-            score = score + _gumbel(high, low)
+            score = tl.where(greedy, score, score / divisor + _gumbel(high, low))
         key = tl.where(token_ok[:, None], pack_keys_in_kernel(score, ids), -9223372036854775808)
         best = tl.maximum(best, key)
     tl.atomic_max(keys_ptr + rows, tl.max(best, 0), mask=row_ok)
@@ -146,11 +156,11 @@ def low_rank_sample(
     first_id: int = 0,
     tiling: Tiling | None = None,
 ) -> None:
-    """`low_rank_argmax` of (base + W2 u) / temperature + Gumbel noise; the scores without noise go to `scores`.
+    """`low_rank_argmax` of (base + W2 u) / temperature + Gumbel noise; base + W2 u goes to `scores`.
 
-    temperature [batch] fp32 > 0; seeds [batch] int64 and positions [batch] int64 in [0, 2^32), which with `draw` number
-    the noise as `noise.gumbel_noise` does. scores [batch, V] fp32, rows contiguous.
-    The other arguments as for `low_rank_argmax`.
+    temperature [batch] fp32, 0 in rows that take the best token without noise; seeds [batch] int64 and positions
+    [batch] int64 in [0, 2^32), which with `draw` number the noise as `noise.gumbel_noise` does. scores [batch, V] fp32,
+    rows contiguous. The other arguments as for `low_rank_argmax`.
     """
     _scan(base, weight, latent, keys, previous, first_id, False, tiling, (scores, temperature, seeds, positions, draw))
 

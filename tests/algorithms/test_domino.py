@@ -304,7 +304,7 @@ def test_what_the_proposer_refuses(target: Target, monkeypatch: pytest.MonkeyPat
         METHOD.proposer(shifted, target.ends, 6)
     with pytest.raises(DraftsmithError, match=r"num_proposals is 5; .*5 slots \(anchor_known\) proposes 1 to 4"):
         METHOD.proposer(unshifted, target.ends, 5)
-    with pytest.raises(DraftsmithError, match=r"domino has no decoding options of its own; remove min_survival=0.5"):
+    with pytest.raises(DraftsmithError, match=r"unknown field 'min_survival' in the decoding options of domino"):
         METHOD.proposer(shifted, target.ends, min_survival=0.5)
     other = tiny_target("llama", vocab_size=VOCAB + 3).ends
     with pytest.raises(DraftsmithError, match=r"logits of 61 tokens \(vocab_size\).*has 64; both must be the same"):

@@ -6,7 +6,7 @@ and of the embedding `w = W1[x_prev]` of the token before the slot's label, by t
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ class DSparkHeadConfig(HeadConfig):
 class MarkovHead(nn.Module, ABC):
     """The latent of every slot, left to right. Subclasses say how one step goes."""
 
+    latent_is_embedding: ClassVar[bool] = False
+    """Whether z is w itself, a row of a table."""
+
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()
         self.rank = rank
@@ -66,6 +69,8 @@ class MarkovHead(nn.Module, ABC):
 
 class VanillaMarkovHead(MarkovHead):
     """z = w."""
+
+    latent_is_embedding = True
 
     def step(self, state: Tensor, previous: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return previous, state

@@ -1,0 +1,286 @@
+"""Time of one block's rollout on a GPU, at the sizes of Qwen3-8B: Domino with 15 proposals, DSpark with 7.
+
+    python benchmarks/rollout_gpu.py [--parts floor rollouts steps million] [--out results.jsonl]
+
+Weights are random. Base logits have a standard deviation of 3 and a clear top, as trained heads have; the correction's
+share is set by `--spread`, its standard deviation over the vocabulary. Every rollout is captured in a CUDA graph and
+replayed, with the caches flushed in between; times are medians and include the product that gives the base logits. One
+JSON line a measurement.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.drafts.draft import Draft
+from draftsmith.kernels.keys import key_ids
+from draftsmith.kernels.low_rank_argmax import low_rank_argmax, new_keys
+from draftsmith.kernels.low_rank_pruning import candidates, pruned_low_rank_argmax, row_norms
+from draftsmith.targets.ends import TargetEnds
+
+VOCAB, HIDDEN = 151936, 4096
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+HEADS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "domino": ("domino", 16, dict(gru_hidden_dim=1024, emb_dim=256, pure_draft_prefix_len=1, shift_label=False)),
+    "dspark": (
+        "dspark",
+        7,
+        dict(
+            markov_rank=256,
+            markov_head_type="vanilla",
+            enable_confidence_head=False,
+            confidence_head_with_markov=False,
+        ),
+    ),
+}
+
+
+@dataclass
+class Greedy:
+    """The sampler of a batch of greedy rows."""
+
+    seeds: Tensor
+    anchors: Tensor
+    temperature: Tensor
+    greedy: bool = True
+    filtered: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: int, temperature: float = 0.0) -> "Greedy":
+        index = torch.arange(batch, device=DEVICE)
+        return cls(index, index, torch.full((batch,), temperature, device=DEVICE), greedy=temperature == 0.0)
+
+    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
+        return logits.argmax(-1), None
+
+
+def make_ends() -> TargetEnds:
+    head = torch.randn(VOCAB, HIDDEN, device=DEVICE, dtype=DTYPE) * 0.02
+    return TargetEnds(torch.randn(VOCAB, HIDDEN, device=DEVICE, dtype=DTYPE), head)
+
+
+def make_draft(name: str) -> Draft:
+    architecture, block_size, head = HEADS[name]
+    config = dict(
+        architecture=architecture, hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, intermediate_size=64, vocab_size=VOCAB, block_size=block_size,
+        mask_token_id=1, target_layer_ids=[0], num_target_layers=1, max_position_embeddings=4096, rms_norm_eps=1e-6,
+        rope={"rope_type": "default", "rope_theta": 1e6}, layer_types=["full_attention"], dtype="bfloat16", head=head,
+    )  # fmt: skip
+    with torch.device("meta"):
+        from draftsmith.drafts.config import DraftConfig
+
+        draft = Draft(DraftConfig.parse(config))
+    draft = draft.to_empty(device=DEVICE).to(DTYPE)
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return draft
+
+
+def output_weight(draft: Draft) -> Tensor:
+    """W2."""
+    head: Any = draft.head
+    return head.output_weight if hasattr(head, "output_weight") else head.markov_head.markov_w2.weight
+
+
+def set_spread(draft: Draft, spread: float) -> None:
+    """Sizes W2 so that the correction has this standard deviation over the vocabulary, for latents as they come."""
+    head: Any = draft.head
+    weight = output_weight(draft)
+    if hasattr(head, "markov_head"):
+        latent_norm = head.markov_head.markov_w1.weight.float().norm(dim=-1).mean()
+    else:  # SiLU of W1 [h; s] with |h| as in `make_hidden` and states below 1
+        hidden = make_hidden(make_head_rows(), 64, 1)[:, 0]
+        rows = head.embed_proj[0].weight[:, :HIDDEN]
+        latent_norm = torch.nn.functional.silu(hidden @ rows.T).float().norm(dim=-1).mean()
+    weight.data.copy_(torch.randn_like(weight) * (spread / latent_norm))
+
+
+_HEAD_ROWS: list[Tensor] = []
+
+
+def make_head_rows() -> Tensor:
+    return _HEAD_ROWS[0]
+
+
+def make_hidden(head: Tensor, batch: int, slots: int, top: float = 19.0) -> Tensor:
+    """States [batch, slots, H] whose logits have standard deviation 3 and, for one token a slot, `top` on average."""
+    chosen = torch.randint(len(head), (batch, slots), device=DEVICE)
+    rows = head[chosen].float()  # [batch, slots, H]
+    squared = rows.square().sum(-1, keepdim=True)
+    noise = torch.randn_like(rows)
+    share = top / squared
+    # |h| * 0.02 = 3, of which the token's own row has its share.
+    rest = (150.0**2 - (share * share * squared)).clamp(min=1.0).sqrt() / HIDDEN**0.5
+    return (share * rows + rest * noise).to(DTYPE)
+
+
+def flush(buffer: Tensor) -> None:
+    buffer.add_(1.0)
+
+
+def median_ms(run: Callable[[], object], repeats: int = 30) -> float:
+    """Of one graph replay, caches flushed before each."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    buffer = torch.zeros(64 * 2**20, device=DEVICE)
+    times = []
+    for _ in range(repeats):
+        flush(buffer)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in times)[repeats // 2]
+
+
+def floor() -> Iterator[dict[str, Any]]:
+    """Bandwidth of a copy and of a read."""
+    large = torch.randn(2**30, device=DEVICE, dtype=DTYPE)
+    other = torch.empty_like(large)
+    copy = median_ms(lambda: other.copy_(large), 10)
+    read = median_ms(lambda: large.view(torch.int64).amax(), 10)
+    yield {
+        "part": "bandwidth",
+        "copy_tb_per_s": 2 * large.nbytes / copy / 1e9,
+        "read_tb_per_s": large.nbytes / read / 1e9,
+    }
+
+
+def rollouts(batches: list[int], spread: float, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Whole rollouts, and what they agree on."""
+    ends = make_ends()
+    _HEAD_ROWS[:] = [ends.head_weight]
+    for name in names:
+        draft = make_draft(name)
+        set_spread(draft, spread)
+        method = algorithm_for(draft.config)
+        variants: list[dict[str, Any]] = [{"rollout": "plain"}, {"rollout": "dense"}, {"rollout": "pruned"}]
+        if name == "domino":
+            variants += [{**variant, "token_table": True} for variant in variants[1:]]
+        for batch in batches:
+            hidden = make_hidden(ends.head_weight, batch, draft.config.block_size)
+            anchors = torch.randint(VOCAB, (batch,), device=DEVICE)
+            proposals = method.block_layout(draft.config).max_proposals
+            base = median_ms(lambda hidden=hidden: draft.logits(hidden[:, :proposals], ends))
+            yield {"part": "base product", "method": name, "batch": batch, "ms": base}
+            first: Tensor | None = None
+            for temperature in (0.0, 1.0):
+                for variant in variants:
+                    if temperature and variant["rollout"] != "dense":
+                        continue
+                    proposer = method.proposer(draft, ends, **variant)
+                    sampler = Greedy.of(batch, temperature)
+                    with torch.no_grad():
+                        tokens = proposer.propose(hidden, anchors, sampler).token_ids
+                        first = tokens if first is None else first
+                        ms = median_ms(lambda: proposer.propose(hidden, anchors, sampler))  # noqa: B023
+                    yield {
+                        "part": "rollout", "method": name, "batch": batch, **variant, "temperature": temperature,
+                        "ms": ms, "equal_to_first": float((tokens == first).float().mean()),
+                        "changed_by_head": float((tokens != draft.logits(hidden, ends).argmax(-1)[:, -proposals:]).float().mean()),
+                    }  # fmt: skip
+
+
+def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
+    """The share of rows that pruning reads, by how much the correction spreads."""
+    ends = make_ends()
+    for batch in batches:
+        hidden = make_hidden(ends.head_weight, batch, 15)
+        base = hidden @ ends.head_weight.T
+        for size in (spread / 2, spread, 2 * spread, 4 * spread):
+            latent = torch.randn(batch, 256, device=DEVICE, dtype=DTYPE)
+            weight = torch.randn(VOCAB, 256, device=DEVICE, dtype=DTYPE) * (size / 16)
+            norms, few = row_norms(weight), candidates(base.flatten(0, 1)).unflatten(0, (batch, 15))
+            read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+            keys = new_keys(batch, device=DEVICE)
+            pruned_low_rank_argmax(
+                base[:, 3], weight, latent, keys, norms=norms, candidates=few[:, 3], read=read
+            )
+            yield {"part": "share read", "batch": batch, "spread": size, "share": float(read.float().mean()) / VOCAB}
+
+
+def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Pruned against dense on random operands of many kinds: the number of keys that differ."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    done = mismatches = rows_read = rows = 0
+    started = time.perf_counter()
+    batch, kind = 64, 0
+    while done < steps_wanted:
+        vocab, rank = ((151936, 256), (49152, 64), (20011, 130))[kind % 3]
+        spread = (0.02, 0.1, 0.3, 1.0)[kind // 3 % 4]
+        weight = torch.randn(vocab, rank, device=DEVICE, dtype=DTYPE) * spread
+        if kind % 2:  # equal rows, and rows of very different norms
+            weight[vocab // 2 : vocab // 2 + 500] = weight[:500]
+            weight *= torch.rand(vocab, 1, device=DEVICE, generator=generator).to(DTYPE) ** 4
+        norms = row_norms(weight)
+        for _ in range(20):
+            base = (3 * torch.randn(batch, vocab, device=DEVICE, generator=generator)).to(DTYPE)
+            if kind % 2:
+                base = (base * 2).round() / 2  # many ties
+            few = candidates(base)
+            for _ in range(60):
+                latent = torch.randn(batch, rank, device=DEVICE, dtype=DTYPE, generator=generator)
+                one, other = new_keys(batch, device=DEVICE), new_keys(batch, device=DEVICE)
+                low_rank_argmax(base, weight, latent, one)
+                read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+                pruned_low_rank_argmax(base, weight, latent, other, norms=norms, candidates=few, read=read)
+                mismatches += (one != other).sum()
+                rows_read += read.sum()
+                rows += batch * vocab
+                done += batch
+        kind += 1
+    ids = key_ids(one)
+    yield {
+        "part": "pruned against dense", "steps": done, "mismatches": int(mismatches), "kinds": kind,
+        "mean_share_read": float(rows_read) / rows, "seconds": time.perf_counter() - started, "last": int(ids[0]),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=["floor", "rollouts", "steps", "million"])
+    parser.add_argument("--methods", nargs="*", default=list(HEADS))
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--spread", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "floor": floor,
+        "rollouts": lambda: rollouts(arguments.batches, arguments.spread, arguments.methods),
+        "steps": lambda: steps(arguments.batches, arguments.spread),
+        "million": lambda: million(arguments.steps, arguments.seed),
+    }
+    for part in arguments.parts:
+        for line in parts[part]():
+            print(json.dumps(line), flush=True)
+            if arguments.out is not None:
+                with open(arguments.out, "a") as file:
+                    file.write(json.dumps(line) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""DSpark's block filled by keys. With a vanilla Markov head a step is one search, whose latent is a table's row of the
+token before."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from draftsmith.algorithms.algorithm import Proposals, TokenSampler
+from draftsmith.algorithms.rollout import RowSampling, VocabularyPart
+from draftsmith.algorithms.search import Search
+from draftsmith.blocks.layout import BlockLayout
+from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.heads.dspark import DSparkHead
+from draftsmith.kernels.keys import key_ids
+from draftsmith.targets.ends import TargetEnds
+
+
+@dataclass
+class KeyedDSparkProposer:
+    """Fills the block left to right, each step from the key that the step before left in device memory.
+
+    part_ends: the target's ends for the tokens that `search` covers; min_survival as for the plain proposer.
+    """
+
+    draft: Draft
+    part_ends: TargetEnds
+    layout: BlockLayout
+    num_proposals: int
+    search: Search
+    min_survival: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        draft: Draft,
+        ends: TargetEnds,
+        layout: BlockLayout,
+        num_proposals: int,
+        part: VocabularyPart,
+        *,
+        pruned: bool,
+        kernels: bool,
+        min_survival: float | None,
+    ) -> "KeyedDSparkProposer":
+        """The proposer over this part of the vocabulary; computes the norms of W2's rows."""
+        head = cast(DSparkHead, draft.head)
+        search = Search.of(lambda: head.markov_head.markov_w2.weight, part, pruned=pruned, kernels=kernels)
+        if search.norms is not None:
+            search.norms()
+        return cls(draft, part.ends(ends), layout, num_proposals, search, min_survival)
+
+    @torch.no_grad()
+    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], q where rows sample, count where
+        `min_survival` is set."""
+        head = cast(DSparkHead, self.draft.head)
+        markov = head.markov_head
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        block = self.search.block(self.draft.logits(slots, self.part_ends), anchor_ids, cast(RowSampling, sampler))
+        state = slots.new_zeros(slots.shape[0], markov.rank)
+        for step in range(self.num_proposals):
+            if markov.latent_is_embedding:
+                block.choose(step, markov.markov_w1.weight, of_previous=True)
+            else:
+                previous = markov.embed(key_ids(block.keys[step]))  # [batch, rank]
+                latent, state = markov.step(state, previous, slots[:, step])
+                block.choose(step, latent.contiguous())
+        token_ids = block.token_ids()
+        return Proposals(token_ids, block.distributions(), self._count(slots, anchor_ids, token_ids))
+
+    def _count(self, slots: Tensor, anchor_ids: Tensor, token_ids: Tensor) -> Tensor | None:
+        if self.min_survival is None:
+            return None
+        head = cast(DSparkHead, self.draft.head)
+        previous = torch.cat((anchor_ids[:, None], token_ids[:, :-1]), dim=1)  # [batch, P]
+        survival = head.confidence(slots, head.markov_head.embed(previous)).sigmoid().cumprod(-1)
+        return (survival >= self.min_survival).sum(-1)

@@ -1,0 +1,150 @@
+"""Kernels of sequential heads on a device: against references in fp64, in all dtypes, at odd sizes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from draftsmith.kernels.gru_cell import gru_cell, gru_cell_reference, token_table
+from draftsmith.kernels.keys import key_ids, key_scores, pack_keys
+from draftsmith.kernels.low_rank_argmax import (
+    low_rank_argmax,
+    low_rank_sample,
+    low_rank_sample_reference,
+    new_keys,
+)
+from draftsmith.kernels.low_rank_pruning import (
+    candidates,
+    candidates_reference,
+    pruned_low_rank_argmax,
+    row_norms,
+)
+from draftsmith.kernels.noise import gumbel_noise
+from draftsmith.kernels.prefix_latent import prefix_latent, prefix_latent_reference
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BATCHES = [1, 3, 8, 33]
+SIZES = [(1003, 24), (20011, 256), (5000, 130)]
+DEVICE = torch.device("cuda")
+
+
+def operands(batch: int, vocab: int, rank: int, dtype: torch.dtype, scale: float = 0.3) -> tuple[Tensor, ...]:
+    base = (3 * torch.randn(batch, vocab, device=DEVICE)).to(dtype)
+    weight = (scale * torch.randn(vocab, rank, device=DEVICE)).to(dtype)
+    return base, weight, torch.randn(batch, rank, device=DEVICE).to(dtype)
+
+
+def exact_scores(base: Tensor, weight: Tensor, latent: Tensor) -> Tensor:
+    return base.double() + latent.double() @ weight.double().T
+
+
+def check_best(keys: Tensor, exact: Tensor) -> None:
+    """The chosen token is best but for fp32 rounding, and its score is right."""
+    ids = key_ids(keys)
+    chosen = exact.gather(-1, ids[:, None])[:, 0]
+    tolerance = 2e-5 * exact.abs().amax(-1)
+    assert (exact.amax(-1) - chosen <= tolerance).all()
+    assert ((key_scores(keys).double() - chosen).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("vocab", "rank"), SIZES)
+def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
+    base, weight, latent = operands(batch, vocab, rank, dtype)
+    keys, backwards, pruned = (new_keys(batch, device=DEVICE) for _ in range(3))
+    low_rank_argmax(base, weight, latent, keys, first_id=7)
+    check_best(keys, torch.nn.functional.pad(exact_scores(base, weight, latent), (7, 0), value=-1e30))
+    low_rank_argmax(base, weight, latent, backwards, first_id=7, reverse=True)
+    assert torch.equal(keys, backwards)
+    few = candidates(base)
+    assert torch.equal(few, candidates_reference(base))
+    read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    pruned_low_rank_argmax(
+        base, weight, latent, pruned, norms=row_norms(weight), candidates=few, first_id=7, read=read
+    )
+    assert torch.equal(keys, pruned), "scores and tokens agree bit for bit"
+    assert (read >= 1).all()
+    # Mutated: one row of W2 that should win, does.
+    winner = vocab - 1
+    weight[winner] = 50.0 * latent[0]
+    for search in (
+        lambda out: low_rank_argmax(base, weight, latent, out),
+        lambda out: pruned_low_rank_argmax(base, weight, latent, out, norms=row_norms(weight), candidates=few),
+    ):
+        out = new_keys(batch, device=DEVICE)
+        search(out)
+        assert int(key_ids(out)[0]) == winner
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_from_a_table_and_no_correction(dtype: torch.dtype) -> None:
+    base, weight, table = operands(3, 1003, 24, dtype)
+    table = torch.randn(1003, 24, device=DEVICE).to(dtype)
+    ids = torch.tensor([5, 1002, 0], device=DEVICE)
+    previous = pack_keys(torch.zeros(3, device=DEVICE), ids)
+    wanted, gathered, pruned, plain = (new_keys(3, device=DEVICE) for _ in range(4))
+    low_rank_argmax(base, weight, table[ids].contiguous(), wanted)
+    low_rank_argmax(base, weight, table, gathered, previous=previous)
+    few = candidates(base)
+    pruned_low_rank_argmax(base, weight, table, pruned, norms=row_norms(weight), candidates=few, previous=previous)
+    assert torch.equal(wanted, gathered)
+    assert torch.equal(wanted, pruned)
+    low_rank_argmax(base, None, None, plain)
+    assert torch.equal(key_ids(plain), base.float().argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_sampling(dtype: torch.dtype, batch: int) -> None:
+    base, weight, latent = operands(batch, 20011, 256, dtype)
+    temperature = torch.rand(batch, device=DEVICE) + 0.5
+    temperature[batch // 2] = 0.0
+    seeds = torch.randint(2**62, (batch,), device=DEVICE)
+    positions = torch.randint(2**31, (batch,), device=DEVICE)
+    keys, scores = new_keys(batch, device=DEVICE), torch.full((batch, 20011), float("nan"), device=DEVICE)
+    low_rank_sample(
+        base, weight, latent, keys, scores, temperature=temperature, seeds=seeds, positions=positions, draw=3
+    )
+    noise = gumbel_noise(seeds, positions, 3, 20011)
+    expected, _ = low_rank_sample_reference(base, weight, latent, noise, temperature)
+    assert torch.equal(key_ids(keys), key_ids(expected))
+    exact = exact_scores(base, weight, latent)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
+    other = new_keys(batch, device=DEVICE)
+    low_rank_sample(
+        base, weight, latent, other, scores, temperature=temperature, seeds=seeds, positions=positions, draw=4
+    )
+    assert not torch.equal(keys, other) or batch == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("width", "hidden"), [(40, 72), (1024, 4096), (192, 576)])
+def test_gru_cell_and_latent(dtype: torch.dtype, batch: int, width: int, hidden: int) -> None:
+    rank = 20
+    embedding = torch.randn(99, hidden, device=DEVICE).to(dtype)
+    weight_ih = (torch.randn(3 * width, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
+    weight_hh = (torch.randn(3 * width, width, device=DEVICE) * width**-0.5).to(dtype)
+    state, ids = torch.randn(batch, width, device=DEVICE).to(dtype), torch.randint(99, (batch,), device=DEVICE)
+    keys, out = pack_keys(torch.zeros(batch, device=DEVICE), ids), torch.full_like(state, float("nan"))
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    close = dict(rtol=tolerance, atol=tolerance)
+    gru_cell(keys, embedding, weight_ih, weight_hh, state, out)
+    torch.testing.assert_close(out, gru_cell_reference(ids, embedding, weight_ih, weight_hh, state), **close)
+    table, from_table = token_table(embedding, weight_ih), torch.full_like(state, float("nan"))
+    gru_cell(keys, table, None, weight_hh, state, from_table)
+    torch.testing.assert_close(from_table, gru_cell_reference(ids, table, None, weight_hh, state), **close)
+    other = torch.full_like(state, float("nan"))
+    gru_cell(pack_keys(torch.zeros(batch, device=DEVICE), (ids + 1) % 99), embedding, weight_ih, weight_hh, state, other)
+    assert not torch.equal(out, other)
+
+    whole = (torch.randn(rank, hidden + width, device=DEVICE) * width**-0.5).to(dtype)
+    from_hidden = torch.randn(batch, 3, rank, device=DEVICE).to(dtype)[:, 1]
+    latent = torch.full((batch, rank), float("nan"), dtype=dtype, device=DEVICE)
+    prefix_latent(from_hidden, whole[:, hidden:], state, latent)
+    torch.testing.assert_close(latent, prefix_latent_reference(from_hidden, whole[:, hidden:], state), **close)
