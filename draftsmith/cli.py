@@ -1,5 +1,6 @@
 """The command line: each command reads a recipe and calls one function."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,16 +75,52 @@ def regenerate(recipe: RecipeArgument, overrides: OverridesArgument = None, fres
 
 
 @app.command()
-def capture(recipe: RecipeArgument, overrides: OverridesArgument = None, fresh: FreshOption = False) -> None:
+def capture(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    fresh: FreshOption = False,
+    remask: Annotated[
+        bool, typer.Option("--remask", help="Only write the data's new loss masks into the store; runs no target.")
+    ] = False,
+    foreign: Annotated[
+        Path | None, typer.Option("--import", help="Read these feature files of another project; runs no target.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="Whose files --import names: specforge, modelopt or speculators.")
+    ] = None,
+    tap_ids: Annotated[
+        str | None, typer.Option(help="The 0-based layers that imported files hold, in their order: 1,9,17,25,33.")
+    ] = None,
+    final_state: Annotated[
+        str | None, typer.Option(help="The imported final state: post_norm, pre_norm, or none.")
+    ] = None,
+    check_samples: Annotated[
+        int, typer.Option(help="Imported documents to compare with what the target itself computes; 0 loads no target.")
+    ] = 2,
+) -> None:
     """Runs the target over conversations and stores the features that the draft's method needs.
 
     Reads `data.conversations`, or the run's regenerated answers; writes the store `RUN/features`. Says beforehand how
-    many tokens and bytes that will be. An interrupted capture continues where it stopped.
+    many tokens and bytes that will be, and how long it takes. An interrupted capture continues where it stopped, also
+    with another number of processes (`torchrun -m draftsmith capture ...`).
 
     Example: `draftsmith capture my.yaml data.conversations=chats.jsonl`
     """
+    said = {"--from": source, "--tap-ids": tap_ids, "--final-state": final_state}
     with _workspace(recipe, overrides) as workspace:
-        workspace.capture(fresh=fresh)
+        if foreign is None:
+            given = [name for name, value in said.items() if value is not None]
+            if given:
+                raise DraftsmithError(f"{given[0]} says what imported files hold; name them with --import")
+            workspace.remask() if remask else workspace.capture(fresh=fresh)
+            return
+        missing = [name for name, value in said.items() if value is None]
+        if missing or remask:
+            wrong = f"{', '.join(missing)} missing" if missing else "--remask given too"
+            raise DraftsmithError(f"--import needs what the files do not say: --from, --tap-ids, --final-state ({wrong})")
+        workspace.import_features(
+            foreign, str(source), _layers(str(tap_ids)), str(final_state), check_samples=check_samples, fresh=fresh
+        )
 
 
 @app.command()
@@ -211,30 +248,58 @@ def generate(
 
 @app.command()
 def bench(
-    recipe: RecipeArgument, overrides: OverridesArgument = None, draft: DraftOption = None, fresh: FreshOption = False
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    draft: Annotated[
+        list[Path] | None,
+        typer.Option("--draft", help="A draft directory; may be repeated. Left out: the one that `export` wrote."),
+    ] = None,
+    fresh: FreshOption = False,
 ) -> None:
-    """Measures a draft: accept length, speed against plain decoding, and that the output is the same.
+    """Measures drafts: accept length, speed against plain decoding, and that the output is the same.
 
-    Reads `bench.prompts`; writes `RUN/bench.json` and `RUN/bench.html`.
+    Reads `bench.prompts`; writes `RUN/bench.json`, `RUN/bench.jsonl` and the page `RUN/bench.html`.
 
-    Example: `draftsmith bench my.yaml bench.prompts=questions.jsonl bench.max_new_tokens=256`
+    Example: `draftsmith bench my.yaml --draft a --draft b bench.prompts=questions.jsonl bench.batch_size=[1,8]`
     """
     with _workspace(recipe, overrides) as workspace:
-        workspace.bench(draft=draft, fresh=fresh)
+        workspace.bench(drafts=draft or (), fresh=fresh)
 
 
 @app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A feature store, a run or training directory, or a draft directory.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read a whole feature store: every checksum, offset and value range.")
+    ] = False,
+    sample: Annotated[
+        str | None, typer.Option("--sample", metavar="ID", help="Show this document of a feature store with its mask.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the tokenizer for --sample lies. Left out: beside the store's target.")
+    ] = None,
 ) -> None:
     """Says what a directory holds: layers, dtype, samples, tokens, bytes, where it comes from.
 
-    Example: `draftsmith inspect runs/demo/features`
+    Example: `draftsmith inspect runs/demo/features --verify`
     """
     with _reporting(path):
-        from draftsmith.inspect import inspect_directory
+        from draftsmith.console import start_console
+        from draftsmith.features.verify import verify_store
+        from draftsmith.inspect import inspect_directory, sample_view, store_directory
 
-        Console().print(inspect_directory(path))
+        if sample is not None:
+            Console().print(sample_view(path, sample, tokenizer))
+        elif verify:
+            store = store_directory(path)
+            faults = verify_store(store, start_console())
+            for fault in faults:
+                _say(f"damaged: {fault}")
+            if faults:
+                raise DraftsmithError(f"{store} has {len(faults)} faults; delete both files of a damaged shard and capture again")
+            _say(f"{store}: every checksum, offset and value is as it should be")
+        else:
+            Console().print(inspect_directory(path))
 
 
 @app.command()
@@ -270,8 +335,19 @@ def algorithms(
         Console().print(algorithm_table(None if recipe is None else load_recipe(recipe, overrides or [])))
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    """Layer ids as `1,9,17`."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise DraftsmithError(f"--tap-ids is {text!r}; give layers separated by commas, such as 1,9,17") from None
+
+
 def _say(line: str) -> None:
-    """One line of result on standard error: standard output is for what a program may read."""
+    """One line of result on standard error: standard output is for what a program may read. Of several processes that a
+    launcher started, the first one speaks."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 

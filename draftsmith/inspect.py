@@ -1,16 +1,20 @@
 """Says what a directory of draftsmith holds."""
 
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.capture.plan import readable_bytes
+from draftsmith.data.chat import tokenizer_fingerprint
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE, STORE_DTYPES
@@ -19,6 +23,7 @@ from draftsmith.layouts import read_directory
 from draftsmith.recipe import Recipe, RunDirectory
 from draftsmith.stamps import STAGES
 from draftsmith.targets.description import TargetDescription
+from draftsmith.targets.location import locate
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, read_record
 from draftsmith.training.warm_start import read_warm_start
@@ -43,6 +48,44 @@ def inspect_directory(path: Path) -> RenderableType:
         f"{path} is none of draftsmith's directories: a feature store has {MANIFEST_FILE}, a training {RECORD_FILE}, a "
         f"draft config.json, a run {STAGES}/"
     )
+
+
+def store_directory(path: Path) -> Path:
+    """The feature store at `path`: the directory itself, or `features` of a run. Raises `DraftsmithError`."""
+    for directory in (path, RunDirectory(path).features):
+        if (directory / MANIFEST_FILE).is_file():
+            return directory
+    raise DraftsmithError(f"{path} is no finished feature store, and no run with one; name the directory of a store")
+
+
+def sample_view(path: Path, sample_id: str, tokenizer: str | None = None) -> RenderableType:
+    """One document of a store as text: what is supervised green and between brackets, the rest dim.
+
+    tokenizer: where it lies; None: beside the target that the store names. Raises `DraftsmithError` where the store has
+    no such document, or the tokenizer is missing or another than the store's.
+    """
+    store = Store.open(store_directory(path), features=())
+    record = store[store.index_of(sample_id)]
+    source = tokenizer or store.manifest.target.source
+    location = locate(source)
+    if not location.has_tokenizer:
+        raise DraftsmithError(f"{source} has no tokenizer; name one with --tokenizer")
+    decoder = AutoTokenizer.from_pretrained(location.name)
+    stored, found = store.manifest.tokenizer, tokenizer_fingerprint(decoder)
+    if stored is not None and stored.vocabulary_hash != found:
+        raise DraftsmithError(
+            f"the tokenizer of {source} has the vocabulary {found[:12]}, the store's had {stored.vocabulary_hash[:12]}; "
+            "name the one that the store was captured with (--tokenizer)"
+        )
+    text = Text()
+    end = 0
+    for supervised, run in groupby(record.loss_mask.tolist()):
+        start, end = end, end + len(list(run))
+        piece = decoder.decode(record.input_ids[start:end].tolist())
+        text.append(f"⟦{piece}⟧" if supervised else piece, style="bold green" if supervised else "dim")
+    count = int(record.loss_mask.sum())
+    title = f"sample {sample_id}: {len(record.input_ids):,} tokens, {count:,} of them ⟦supervised⟧"
+    return Group(Text(title), Text(), text)
 
 
 def facts(title: str, rows: dict[str, Any]) -> Table:

@@ -12,7 +12,8 @@ import torch
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.plan import estimate_size, finished_samples, plan_batches
 from draftsmith.capture.refusals import Refusals, accept
-from draftsmith.capture.run import BACKENDS, check_room
+from draftsmith.capture.room import check_room
+from draftsmith.capture.backends import BACKENDS
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.encoding import decode, encode, finite_rows
@@ -52,7 +53,7 @@ class OnlineFeatures:
         self._samples = accept(samples, target.vocab_size, target.max_position_embeddings, refusals)
         refusals.check_share()
         self._layout = replace(layout, dtype=STORE_DTYPES[options.dtype])
-        self._backend = BACKENDS[options.backend](target, self._layout)
+        self._backend = BACKENDS[options.backend].make(target, self._layout, options)
         self._tokens_per_batch = options.tokens_per_batch
         self.header = StoreHeader.for_layout(self._layout, provenance.target, provenance.tokenizer)
         self.fingerprint = _fingerprint(self.header, self._samples)

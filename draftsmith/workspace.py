@@ -6,20 +6,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.bench.measure import BenchPrompt, bench, write_report
+from draftsmith.bench.chat import Chat
+from draftsmith.bench.decoders import DraftEntry
+from draftsmith.bench.figures import figures
+from draftsmith.bench.measure import bench, write_report
 from draftsmith.bench.page import summary_rows
-from draftsmith.bench.report import BenchReport, mean, read_report
+from draftsmith.bench.records import BenchReport, read_report
+from draftsmith.blocks.accept import counted_verifies
+from draftsmith.capture.backends import BACKENDS
+from draftsmith.capture.hf import HfBackend
+from draftsmith.capture.imports import ImportOptions, import_features
+from draftsmith.capture.remask import remask
 from draftsmith.capture.run import capture
 from draftsmith.data.chat import render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
-from draftsmith.data.prompts import Prompt, read_prompts, shipped_prompts
+from draftsmith.data.prompts import Prompt, find_prompts
+from draftsmith.data.sample import Sample
 from draftsmith.data.tokenize import tokenize_all
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.drafts.draft import Draft
@@ -29,6 +38,7 @@ from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions
 from draftsmith.export.run import export_run
 from draftsmith.features.files import file_sha256
+from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
@@ -39,6 +49,7 @@ from draftsmith.recipe import Recipe, RunDirectory
 from draftsmith.regenerate import regenerate
 from draftsmith.stamps import Stamps
 from draftsmith.targets.description import TargetDescription
+from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
 from draftsmith.training.checkpoint import RunCheckpoints
@@ -63,6 +74,7 @@ class Workspace:
         self.progress = progress
         self.say = say
         self.stamps = Stamps(recipe.run, redo=redo)
+        self._outline_alone: TargetOutline | None = None
 
     # --- what several stages need -----------------------------------------------------------------------------------
 
@@ -78,6 +90,19 @@ class Workspace:
                 f"the target {options.path} has no tokenizer beside its weights; put the model's tokenizer files there"
             )
         return target
+
+    def _outline(self) -> TargetOutline:
+        """The target's facts and ends: of the loaded target where there is one, else read alone."""
+        if "target" in vars(self):
+            return TargetOutline.of(self.target)
+        if self._outline_alone is None:
+            self._outline_alone = TargetOutline.load(self.recipe.target)
+        return self._outline_alone
+
+    def _provenance(self) -> Provenance:
+        """Who makes, or made, the features."""
+        outline = self._outline()
+        return provenance(outline, outline.tokenizer, self.recipe.data)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -101,7 +126,7 @@ class Workspace:
             raise DraftsmithError(
                 f"data.prompts is not set; name a JSONL file of prompts, or {SHIPPED_PROMPTS!r} for the package's own"
             )
-        prompts = _prompts(recipe.data.prompts, "train")
+        prompts = find_prompts(recipe.data.prompts, "train")
 
         def work() -> None:
             target = None if recipe.regenerate.endpoint is not None else self.target
@@ -121,22 +146,99 @@ class Workspace:
     def capture(self, *, fresh: bool = False) -> None:
         """Conversations through the target -> the feature store `features/`."""
         recipe, directory = self.recipe, self.recipe.features
+        if fresh and _processes() > 1:
+            raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
         source = self._conversations_file()
         conversations = read_conversations(source)
 
         def work() -> None:
+            _use_own_device()
+            target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
             layout = self._capture_layout()
-            samples, tokenized = tokenize_all(conversations, self.target.tokenizer, recipe.data)
+            samples, tokenized = tokenize_all(conversations, self._outline().tokenizer, recipe.data)
             self.say(f"conversations: {tokenized.line()}")
-            origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
-            report = capture(self.target, samples, layout, directory, recipe.capture, origin, self.progress)
+            report = capture(target, samples, layout, directory, recipe.capture, self._provenance(), self.progress)
             for line in report.lines():
                 self.say(f"features: {line}")
 
-        section = recipe.draft
+        self._perform("capture", self._capture_settings(), directory, work, fresh=fresh)
+
+    def remask(self) -> None:
+        """The loss masks that the data gives now -> the feature store `features/`, whose features stay as they are."""
+        recipe, directory = self.recipe, self.recipe.features
+        conversations = read_conversations(self._conversations_file())
+
+        def work() -> None:
+            _one_process("--remask")
+            outline = self._outline()
+            samples, tokenized = tokenize_all(conversations, outline.tokenizer, recipe.data)
+            self.say(f"conversations: {tokenized.line()}")
+            report = remask(
+                directory,
+                samples,
+                self._provenance(),
+                max_length=outline.max_position_embeddings,
+                max_refused_share=recipe.capture.max_refused_share,
+            )
+            for line in report.lines():
+                self.say(f"features: {line}")
+
+        self._perform("capture", self._capture_settings(), directory, work, fresh=False, keep_changed=True)
+
+    def import_features(
+        self,
+        files: Path,
+        source: str,
+        tap_ids: tuple[int, ...],
+        final_state: str,
+        *,
+        check_samples: int,
+        fresh: bool = False,
+    ) -> None:
+        """Feature files of another project -> the feature store `features/`; the arguments say what the files do not."""
+        recipe, directory = self.recipe, self.recipe.features
+        said = ImportOptions(files, source, tap_ids, final_state)
+
+        def work() -> None:
+            _one_process("--import")
+            if check_samples:
+                _ = self.target
+            outline, layout = self._outline(), self._capture_layout()
+            samples: list[Sample] = []
+            if recipe.data.conversations is not None:
+                samples, _tokenized = tokenize_all(
+                    read_conversations(recipe.data.conversations), outline.tokenizer, recipe.data
+                )
+            pre_norm = layout.final_state and final_state == "pre_norm"
+            report = import_features(
+                said,
+                layout,
+                directory,
+                recipe.capture,
+                self._provenance(),
+                max_length=outline.max_position_embeddings,
+                samples=samples,
+                norm=load_final_norm(**recipe.target.model_dump()) if pre_norm else None,
+                check=HfBackend(self.target, layout) if check_samples else None,
+                check_samples=check_samples,
+                progress=self.progress,
+            )
+            for line in report.lines():
+                self.say(f"features: {line}")
+
+        settings = {
+            "import": [str(files), source, list(tap_ids), final_state],
+            **self._settings("target", "draft", "capture"),
+            "data": self._template_settings(),
+        }
+        self._perform("capture", settings, directory, work, fresh=fresh)
+
+    def _capture_settings(self) -> dict[str, Any]:
+        """What decides the records of a capture."""
+        section = self.recipe.draft
         # Without taps of its own, and without a checkpoint, a draft taps as many layers as it has.
         by_depth = section.target_layer_ids is None and section.num_taps is None and section.init_from is None
-        settings = {
+        return {
             "draft": {
                 **section.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
                 **({"num_hidden_layers": section.num_hidden_layers} if by_depth else {}),
@@ -144,7 +246,6 @@ class Workspace:
             **self._settings("target", "capture"),
             **self._data_settings(),
         }
-        self._perform("capture", settings, directory, work, fresh=fresh)
 
     def train(self, *, resume: bool = False, fresh: bool = False) -> None:
         """The feature store, or with `train.features: online` the conversations and the target -> run checkpoints below
@@ -160,13 +261,11 @@ class Workspace:
         store = None if online else Store.open(recipe.features)
 
         def work() -> None:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # where `cuda` then means
+            _use_own_device()
             source = store if store is not None else self._online_features()
             busy = source.busy if isinstance(source, OnlineFeatures) else None
             evaluate = self._evaluation_by_generating(busy) if recipe.train.eval_prompts else None
-            outline = TargetOutline.of(self.target) if "target" in vars(self) else TargetOutline.load(recipe.target)
-            origin = provenance(outline, outline.tokenizer, recipe.data)
+            outline, origin = self._outline(), self._provenance()
             unfinished = RunCheckpoints(directory / CHECKPOINTS).latest() is not None
             # Features that were computed are good whatever ends the training.
             with closing(source) if isinstance(source, OnlineFeatures) else nullcontext():
@@ -216,27 +315,33 @@ class Workspace:
         options = recipe.export if layout is None else recipe.export.model_copy(update={"layout": layout})
         export_directory(recipe.run, options, out, say=self.say, target=recipe.target)
 
-    def bench(self, *, draft: Path | None = None, fresh: bool = False) -> BenchReport:
-        """Accept length, speed and equality on `bench.prompts` -> `bench.json`, `bench.html`."""
+    def bench(self, *, drafts: Sequence[Path] = (), fresh: bool = False) -> BenchReport:
+        """Accept length, speed and equality of drafts on `bench.prompts` -> `bench.json`, `bench.jsonl`, `bench.html`.
+
+        drafts: draft directories; none: the one that `export` wrote.
+        """
         recipe = self.recipe
-        directory = draft or recipe.draft_directory
-        loaded = self.load_draft(directory if draft else None)
-        prompts = _prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
+        directories = list(drafts) or [recipe.draft_directory]
+        entries = [
+            DraftEntry(name, self.load_draft(directory if drafts else None), directory)
+            for name, directory in zip(draft_names(directories), directories, strict=True)
+        ]
+        prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
 
         def work() -> None:
             report = bench(
                 self.target,
-                loaded,
-                [self._bench_prompt(prompt) for prompt in prompts],
+                entries,
+                prompts,
                 recipe.bench,
+                self._chat,
                 stop_token_ids=self.stop_ids,
-                draft_name=str(directory),
                 progress=self.progress,
             )
-            write_report(report, recipe.bench_json, recipe.bench_page)
+            write_report(report, recipe.bench_json, recipe.bench_lines, recipe.bench_page)
 
         settings = {
-            "draft": directory_fingerprint(directory),
+            "drafts": {entry.name: directory_fingerprint(d) for entry, d in zip(entries, directories, strict=True)},
             "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
             **self._settings("target", "bench"),
             "data": self._template_settings(),
@@ -245,7 +350,7 @@ class Workspace:
         report = read_report(recipe.bench_json)
         for label, value in summary_rows(report):
             self.say(f"bench: {label}: {value}")
-        self.say(f"bench: {recipe.bench_json}, {recipe.bench_page}")
+        self.say(f"bench: {recipe.bench_json}, {recipe.bench_lines}, {recipe.bench_page}")
         return report
 
     def generate(self, texts: Sequence[str], *, draft: Path | None, plain: bool, **sampling: Any) -> list[Generation]:
@@ -260,8 +365,8 @@ class Workspace:
         for generation in generations:
             print(tokenizer.decode(generation.token_ids, skip_special_tokens=True))
         tokens = sum(len(generation.token_ids) for generation in generations)
-        accepted = mean([length for generation in generations for length in generation.accept_lengths])
-        detail = "" if plain or accepted is None else f", accept length {accepted:.2f}"
+        lengths = [n for one in generations for n in counted_verifies(one.accept_lengths, one.finish_reason)]
+        detail = "" if plain or not lengths else f", accept length {sum(lengths) / len(lengths):.2f}"
         self.say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s{detail}")
         return generations
 
@@ -286,7 +391,7 @@ class Workspace:
         """The features that training this recipe's draft needs."""
         section = self.recipe.draft
         warm = read_warm_start(section.init_from) if section.init_from else None
-        config = draft_config(section, self.target, warm.config if warm else None)
+        config = draft_config(section, self._outline(), warm.config if warm else None)
         if warm is not None:
             warm.check(config)  # rather before hours of capture than after them
         return algorithm(section.algorithm).capture(config)
@@ -311,10 +416,10 @@ class Workspace:
     ) -> Callable[[Draft], dict[str, float]]:
         """The engine on the first `train.eval_prompts` of the held-out prompts."""
         recipe = self.recipe
-        prompts = _prompts(recipe.bench.prompts, "heldout")[: recipe.train.eval_prompts]
+        prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.train.eval_prompts]
         return by_generating(
             self.target,
-            [self._bench_prompt(prompt).token_ids for prompt in prompts],
+            [self._chat.prompt_ids(prompt, 0, []) for prompt in prompts],
             max_new_tokens=recipe.train.eval_prompt_tokens,
             stop_token_ids=self.stop_ids,
             busy=busy,
@@ -322,11 +427,9 @@ class Workspace:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _bench_prompt(self, prompt: Prompt) -> BenchPrompt:
-        """A prompt's first turn, rendered: what follows it would depend on the answer."""
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages = [*system, {"role": "user", "content": prompt.turns[0]}]
-        return BenchPrompt(prompt.id, render_prompt(messages, self.target.tokenizer, self.recipe.data), prompt.category)
+    @property
+    def _chat(self) -> Chat:
+        return Chat(self.target.tokenizer, self.recipe.data)
 
     def _settings(self, *sections: str) -> dict[str, Any]:
         """The recipe's sections as a stage's settings: what its output depends on."""
@@ -375,11 +478,24 @@ def export_directory(
     measured: dict[str, float] = {}
     bench = Stamps(files.run, redo=False).finished("bench")
     if bench is not None and files.bench_json.is_file():
-        length = read_report(files.bench_json).accept_length
-        if length is not None:
-            measured[str(bench["draft"])] = length
+        report = read_report(files.bench_json)
+        for draft in report.drafts:
+            length = figures(report, draft, report.batch_sizes[0]).accept_length
+            if length is not None:
+                measured[str(bench["drafts"][draft.name])] = length.value
     exported = export_run(training, options, directory, target=target, measured=measured)
     say(f"draft: step {exported.step:,} in layout {options.layout} at {directory}; reads back as it was written")
+
+
+def _use_own_device() -> None:
+    """Let `cuda` mean, in each of the processes that a launcher started, another GPU of the machine."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _one_process(option: str) -> None:
+    if _processes() > 1:
+        raise DraftsmithError(f"{option} works in one process; {_processes()} were started: run it without a launcher")
 
 
 def _processes() -> int:
@@ -393,6 +509,7 @@ def _effective(value: Any) -> Any:
     return value
 
 
-def _prompts(source: str, split: Literal["train", "heldout"]) -> list[Prompt]:
-    """The prompts of a file, or the shipped ones of a split."""
-    return shipped_prompts(split) if source == SHIPPED_PROMPTS else read_prompts(source)
+def draft_names(directories: Sequence[Path]) -> list[str]:
+    """Short names that tell draft directories apart: a directory that is just called `draft` has its run's name too."""
+    own = ["/".join(path.resolve().parts[-2:]) if path.name == "draft" else path.name for path in directories]
+    return own if len(set(own)) == len(own) else [str(path) for path in directories]

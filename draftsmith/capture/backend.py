@@ -12,5 +12,16 @@ class CaptureBackend(Protocol):
     """Computes the features of a batch of samples, as its `CaptureLayout` says."""
 
     def features(self, samples: Sequence[Sample]) -> list[dict[str, Tensor]]:
-        """For every sample, in order: name -> [S, width], in any float dtype, on any device."""
+        """For every sample, in order: name -> [S, width], in any float dtype, all on one device."""
         ...
+
+
+class CaptureTarget(Protocol):
+    """What a capture needs to know of a target: a loaded `Target`, or its outline where an engine runs it."""
+
+    source: str
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...

@@ -8,14 +8,45 @@ from draftsmith.features.manifest import StoreDtype
 from draftsmith.features.shards import DEFAULT_SHARD_BYTES
 
 
+class SglangOptions(BaseModel):
+    """Settings of the backend `sglang`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    capture_method: Literal["dflash", "eagle3"] = Field(
+        default="dflash",
+        description="Which of SGLang's hooks names the layers: `dflash` for the DFlash family, `eagle3` for EAGLE-3.",
+    )
+    memory_fraction: float = Field(
+        default=0.6, gt=0, lt=1, description="SGLang's mem_fraction_static: weights and cache, of the GPU's memory."
+    )
+
+
+class VllmOptions(BaseModel):
+    """Settings of the backend `vllm`: a running server (docs/capture.md says how to start it)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_url: str = Field(
+        default="http://localhost:8000/v1", pattern=r"^https?://", description="The server, up to and including /v1."
+    )
+    model: str | None = Field(default=None, description="The model's name on the server; unset: `target.path`.")
+    concurrency: int = Field(default=16, ge=1, description="The most requests under way at a time.")
+    timeout_seconds: float = Field(default=600.0, gt=0.0, description="The longest wait for one document.")
+
+
 class CaptureOptions(BaseModel):
     """How the target is run over the samples and how its features are stored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    backend: Literal["hf"] = Field(
-        default="hf", description="What runs the target: `hf`, transformers in this process."
+    backend: Literal["hf", "sglang", "vllm"] = Field(
+        default="hf",
+        description="What runs the target: `hf`, transformers in this process; `sglang`, SGLang in this process; "
+        "`vllm`, a vLLM server that keeps hidden states.",
     )
+    sglang: SglangOptions = SglangOptions()
+    vllm: VllmOptions = VllmOptions()
     dtype: StoreDtype = Field(
         default="bfloat16",
         description="The precision that features are stored in; `fp8`: 8 bits with a scale per token and layer.",

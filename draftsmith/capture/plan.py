@@ -2,11 +2,12 @@
 
 import heapq
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
@@ -55,12 +56,16 @@ def readable_duration(seconds: float) -> str:
 
 def estimate_size(samples: Sequence[Sample], layout: CaptureLayout, directory: Path | str) -> SizeEstimate:
     """The bytes that `samples` take in a store of `layout`, and the free bytes where `directory` lies or will lie."""
-    tokens = sum(sample.input_ids.shape[0] for sample in samples)
-    size = tokens * (layout.bytes_per_token + _TOKEN_BYTES) + len(samples) * _SAMPLE_BYTES
+    return estimate_of(len(samples), sum(sample.input_ids.shape[0] for sample in samples), layout, directory)
+
+
+def estimate_of(samples: int, tokens: int, layout: CaptureLayout, directory: Path | str) -> SizeEstimate:
+    """As `estimate_size`, of counts alone."""
+    size = tokens * (layout.bytes_per_token + _TOKEN_BYTES) + samples * _SAMPLE_BYTES
     place = Path(directory).absolute()
     while not place.exists():
         place = place.parent
-    return SizeEstimate(len(samples), tokens, size, shutil.disk_usage(place).free)
+    return SizeEstimate(samples, tokens, size, shutil.disk_usage(place).free)
 
 
 def plan_batches(samples: Sequence[Sample], tokens_per_batch: int) -> list[list[Sample]]:
@@ -109,6 +114,21 @@ def finished_samples(directory: Path, samples: Sequence[Sample]) -> set[str]:
     """
     wanted = {sample.id: sample for sample in reversed(samples)}
     finished: set[str] = set()
+    for sample_id, loss_mask in same_documents(directory, wanted):
+        if not torch.equal(loss_mask, wanted[sample_id].loss_mask):
+            raise DraftsmithError(
+                f"{directory} holds sample {sample_id!r} with another loss mask: the data, or how it is tokenised, has "
+                f"changed since; `draftsmith capture --remask` writes the new masks, or delete {directory}"
+            )
+        finished.add(sample_id)
+    return finished
+
+
+def same_documents(directory: Path, wanted: Mapping[str, Sample]) -> Iterator[tuple[str, Tensor]]:
+    """The documents in the finished shards of `directory`: id and stored loss mask bool [S].
+
+    Raises `DraftsmithError` where one is not in `wanted` (by id), or has other tokens there.
+    """
     advice = f"the data has changed since; capture into another directory, or delete {directory}"
     for shard in finished_shards(directory):
         tokens = open_safetensors(directory / shard.entry.tokens_file.name)
@@ -117,13 +137,6 @@ def finished_samples(directory: Path, samples: Sequence[Sample]) -> set[str]:
         for sample_id, ids, mask in zip(shard.sample_ids, input_ids, loss_mask, strict=True):
             if sample_id not in wanted:
                 raise DraftsmithError(f"{directory} holds sample {sample_id!r}, which is not in the data: {advice}")
-            sample = wanted[sample_id]
-            if not torch.equal(ids.to(torch.int64), sample.input_ids):
+            if not torch.equal(ids.to(torch.int64), wanted[sample_id].input_ids):
                 raise DraftsmithError(f"{directory} holds sample {sample_id!r} with other tokens: {advice}")
-            if not torch.equal(mask.to(torch.bool), sample.loss_mask):
-                raise DraftsmithError(
-                    f"{directory} holds sample {sample_id!r} with another loss mask: the data, or how it is tokenised, "
-                    f"has changed since; `draftsmith capture --remask` writes the new masks, or delete {directory}"
-                )
-            finished.add(sample_id)
-    return finished
+            yield sample_id, mask.to(torch.bool)

@@ -19,6 +19,7 @@ class Reason(StrEnum):
     UNSUPERVISED = "no supervised token"
     TOO_LONG = "more tokens than the target has positions"
     NOT_FINITE = "features with NaN or Inf"
+    WITHOUT_MASK = "no loss mask of their own and no conversation with the same tokens"
 
 
 @dataclass
@@ -57,7 +58,7 @@ def accept(samples: Sequence[Sample], vocab_size: int, max_length: int, refusals
     accepted: list[Sample] = []
     seen: set[str] = set()
     for sample in samples:
-        reason = _reason(sample, vocab_size, max_length, seen)
+        reason = refusal(sample, vocab_size, max_length, seen)
         seen.add(sample.id)
         if reason is None:
             accepted.append(sample)
@@ -66,7 +67,8 @@ def accept(samples: Sequence[Sample], vocab_size: int, max_length: int, refusals
     return accepted
 
 
-def _reason(sample: Sample, vocab_size: int, max_length: int, seen: set[str]) -> Reason | None:
+def refusal(sample: Sample, vocab_size: int, max_length: int, seen: set[str]) -> Reason | None:
+    """Why a sample cannot be captured, None where it can; `seen`: the ids of the samples before it."""
     if sample.id in seen:
         return Reason.DUPLICATE
     if sample.input_ids.numel() == 0:

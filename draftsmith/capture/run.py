@@ -3,14 +3,14 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from draftsmith.capture.backend import CaptureBackend
-from draftsmith.capture.hf import HfBackend
+from draftsmith.capture.backend import CaptureTarget
+from draftsmith.capture.backends import BACKENDS
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.pipeline import computed_batches, store_all
 from draftsmith.capture.plan import (
@@ -25,6 +25,7 @@ from draftsmith.capture.plan import (
 from draftsmith.capture.processes import Processes, launched_processes
 from draftsmith.capture.refusals import Reason, Refusals, accept
 from draftsmith.capture.report import CaptureReport
+from draftsmith.capture.room import check_room
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance
@@ -32,15 +33,11 @@ from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
 from draftsmith.progress import Progress, SilentProgress
-from draftsmith.targets.target import Target
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Callable[[Target, CaptureLayout], CaptureBackend]] = {"hf": HfBackend}
-
-
 def capture(
-    target: Target,
+    target: CaptureTarget,
     samples: Sequence[Sample],
     layout: CaptureLayout,
     directory: Path | str,
@@ -49,6 +46,8 @@ def capture(
     progress: Progress | None = None,
 ) -> CaptureReport:
     """Run `target` over `samples` and keep the features that `layout` names (in `options.dtype`) as a store.
+
+    `target` is a loaded `Target`, or the outline of one for a backend that runs the model elsewhere.
 
     A directory that an earlier, interrupted capture of the same samples left is gone on with: what is finished there is
     not computed again. Where a launcher has started several processes, each calls this with the same samples, computes
@@ -106,7 +105,7 @@ def capture(
 
 
 def _compute_share(
-    target: Target,
+    target: CaptureTarget,
     accepted: Sequence[Sample],
     finished: set[str],
     header: StoreHeader,
@@ -118,7 +117,7 @@ def _compute_share(
 ) -> int:
     """Compute and store this process's share of the batches; returns the number of samples stored."""
     layout = header.layout
-    backend = BACKENDS[options.backend](target, layout)
+    backend = BACKENDS[options.backend].make(target, layout, options)
     unfinished = [
         batch
         for batch in plan_batches(accepted, options.tokens_per_batch)
@@ -156,18 +155,3 @@ def _check_same_samples(processes: Processes, samples: Sequence[Sample]) -> None
             f"processes {different} were given other samples than process 0; all must read the same conversations with "
             "the same settings"
         )
-
-
-def check_room(estimate: SizeEstimate, layout: CaptureLayout, directory: Path, force: bool) -> None:
-    """Raise `DraftsmithError` where the estimated bytes do not fit on the disk; with `force`, only warn."""
-    if estimate.bytes <= estimate.free_bytes:
-        return
-    shortage = (
-        f"{directory} needs {readable_bytes(estimate.bytes)} for {estimate.tokens:,} tokens of "
-        f"{layout.bytes_per_token:,} bytes, and {readable_bytes(estimate.free_bytes)} are free"
-    )
-    if not force:
-        raise DraftsmithError(
-            f"{shortage}: free some, capture fewer samples or fewer layers, or start anyway with capture.force=true"
-        )
-    logger.warning("%s; started anyway (capture.force)", shortage)

@@ -320,16 +320,16 @@ def _write_index(directory: Path, shards: list[FinishedShard]) -> FileEntry:
     lengths = torch.tensor([length for shard in shards for length in shard.lengths], dtype=torch.int64)
     supervised = torch.tensor([count for shard in shards for count in shard.supervised], dtype=torch.int64)
     # A name of its own for every content: an old manifest keeps its index until the new manifest stands.
-    content = "".join(shard.entry.tokens_file.sha256 for shard in shards)
+    content = hashlib.sha256("".join(shard.entry.tokens_file.sha256 for shard in shards).encode()).hexdigest()
     return write_safetensors(
-        directory / f"index-{hashlib.sha256(content.encode()).hexdigest()[:16]}.safetensors",
+        directory / f"index-{content[:16]}.safetensors",
         {
             "sample_ids": Pieces([ids]),
             "sample_id_offsets": Pieces([id_offsets]),
             "lengths": Pieces([lengths]),
             "supervised": Pieces([supervised]),
         },
-        metadata={},
+        metadata={"tokens": content},  # so that the index's checksum, which tells stores apart, covers the masks too
     )
 
 

@@ -1,0 +1,44 @@
+"""The norm between a target's last layer and its output head, alone."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.targets.location import locate, read_config, resolve_device, resolve_dtype
+from draftsmith.targets.tensors import TensorFiles
+
+
+def load_final_norm(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The final norm of a target by path (as for `Target.load`), reading no other weights: [..., H] -> [..., H].
+
+    It is the module of the model's own class. Raises `DraftsmithError` for a path without a model, or one whose decoder
+    has no `norm`.
+    """
+    location = locate(path)
+    config = read_config(location, revision, trust_remote_code)
+    with torch.device("meta"):
+        decoder = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).get_decoder()
+    norm = getattr(decoder, "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise DraftsmithError(
+            f"the decoder of target {location.source} is a {type(decoder).__name__} without a module `norm`; draftsmith "
+            "cannot apply its final norm to states that were stored before it"
+        )
+    files = TensorFiles(location, revision)
+    weights = {name: files.read_one(f"norm.{name}") for name in norm.state_dict()}
+    missing = [name for name, weight in weights.items() if weight is None]
+    if missing:
+        raise DraftsmithError(f"the weights of {location.source} lack norm.{missing[0]}; the checkpoint is incomplete")
+    norm.load_state_dict(weights, assign=True)
+    resolved = resolve_dtype(dtype) or config.get_text_config().dtype or next(norm.parameters()).dtype
+    return norm.to(device=resolve_device(device), dtype=resolved).requires_grad_(False)
