@@ -117,7 +117,9 @@ def capture(
         missing = [name for name, value in said.items() if value is None]
         if missing or remask:
             wrong = f"{', '.join(missing)} missing" if missing else "--remask given too"
-            raise DraftsmithError(f"--import needs what the files do not say: --from, --tap-ids, --final-state ({wrong})")
+            raise DraftsmithError(
+                f"--import needs what the files do not say: --from, --tap-ids, --final-state ({wrong})"
+            )
         workspace.import_features(
             foreign, str(source), _layers(str(tap_ids)), str(final_state), check_samples=check_samples, fresh=fresh
         )
@@ -296,7 +298,9 @@ def inspect(
             for fault in faults:
                 _say(f"damaged: {fault}")
             if faults:
-                raise DraftsmithError(f"{store} has {len(faults)} faults; delete both files of a damaged shard and capture again")
+                raise DraftsmithError(
+                    f"{store} has {len(faults)} faults; delete both files of a damaged shard and capture again"
+                )
             _say(f"{store}: every checksum, offset and value is as it should be")
         else:
             Console().print(inspect_directory(path))

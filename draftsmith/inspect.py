@@ -74,8 +74,8 @@ def sample_view(path: Path, sample_id: str, tokenizer: str | None = None) -> Ren
     stored, found = store.manifest.tokenizer, tokenizer_fingerprint(decoder)
     if stored is not None and stored.vocabulary_hash != found:
         raise DraftsmithError(
-            f"the tokenizer of {source} has the vocabulary {found[:12]}, the store's had {stored.vocabulary_hash[:12]}; "
-            "name the one that the store was captured with (--tokenizer)"
+            f"the tokenizer of {source} has the vocabulary {found[:12]}, the store's had "
+            f"{stored.vocabulary_hash[:12]}; name the one that the store was captured with (--tokenizer)"
         )
     text = Text()
     end = 0

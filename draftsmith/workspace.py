@@ -27,7 +27,7 @@ from draftsmith.capture.run import capture
 from draftsmith.data.chat import render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
-from draftsmith.data.prompts import Prompt, find_prompts
+from draftsmith.data.prompts import find_prompts
 from draftsmith.data.sample import Sample
 from draftsmith.data.tokenize import tokenize_all
 from draftsmith.decoding.generate import Generation, generate
@@ -195,7 +195,7 @@ class Workspace:
         check_samples: int,
         fresh: bool = False,
     ) -> None:
-        """Feature files of another project -> the feature store `features/`; the arguments say what the files do not."""
+        """Feature files of another project -> the feature store `features/`; the arguments say what files do not."""
         recipe, directory = self.recipe, self.recipe.features
         said = ImportOptions(files, source, tap_ids, final_state)
 

@@ -31,8 +31,8 @@ def load_final_norm(
     norm = getattr(decoder, "norm", None)
     if not isinstance(norm, nn.Module):
         raise DraftsmithError(
-            f"the decoder of target {location.source} is a {type(decoder).__name__} without a module `norm`; draftsmith "
-            "cannot apply its final norm to states that were stored before it"
+            f"the decoder of target {location.source} is a {type(decoder).__name__} without a module `norm`; "
+            "draftsmith cannot apply its final norm to states that were stored before it"
         )
     files = TensorFiles(location, revision)
     weights = {name: files.read_one(f"norm.{name}") for name in norm.state_dict()}
