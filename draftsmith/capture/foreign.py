@@ -48,7 +48,9 @@ class ForeignFormat:
         """All feature files below `directory`, in a fixed order. Raises `DraftsmithError` where there are none."""
         found = sorted(path for pattern in self.patterns for path in directory.rglob(pattern))
         if not found:
-            raise DraftsmithError(f"{directory} holds no files {' or '.join(self.patterns)}; name another --import or --from")
+            raise DraftsmithError(
+                f"{directory} holds no files {' or '.join(self.patterns)}; name another --import or --from"
+            )
         return found
 
 
@@ -118,8 +120,8 @@ def _torch_file(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, error: Exception) -> DraftsmithError:
     return DraftsmithError(
-        f"{path} cannot be read as tensors ({type(error).__name__}: {error}); it is damaged, or holds objects that would "
-        "run code: leave it out, or make it anew"
+        f"{path} cannot be read as tensors ({type(error).__name__}: {error}); it is damaged, or holds objects that "
+        "would run code: leave it out, or make it anew"
     )
 
 
@@ -127,7 +129,7 @@ def _tensor(path: Path, data: dict[str, Any], name: str) -> Tensor:
     value = data.get(name)
     if not isinstance(value, Tensor):
         raise DraftsmithError(
-            f"{path} has no tensor {name!r}, but {', '.join(map(repr, sorted(map(str, data))))}; see that --from is right"
+            f"{path} has no tensor {name!r}, but {', '.join(map(repr, sorted(map(str, data))))}; is --from right?"
         )
     return value
 
@@ -151,5 +153,7 @@ def _rows(path: Path, states: Tensor) -> Tensor:
     if states.dim() == 3 and states.shape[0] == 1:
         states = states[0]
     if states.dim() != 2 or not states.is_floating_point():
-        raise DraftsmithError(f"{path} holds features of {states.dtype} {list(states.shape)}; [S, width] floats are expected")
+        raise DraftsmithError(
+            f"{path} holds features of {states.dtype} {list(states.shape)}; [S, width] floats are expected"
+        )
     return states

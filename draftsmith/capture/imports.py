@@ -91,7 +91,9 @@ def import_features(
             f"{missing} are missing; set draft.target_layer_ids to layers that are there"
         )
     if layout.final_state and source.final_state == "none":
-        raise DraftsmithError("the draft needs the target's final state and --final-state is 'none'; choose another method")
+        raise DraftsmithError(
+            "the draft needs the target's final state and --final-state is 'none'; choose another method"
+        )
     files = FORMATS[source.source].files(source.directory)
     reader = _Reader(source, layout, norm, {_key(sample.input_ids): sample for sample in reversed(samples)})
     finished: set[str] = set()
@@ -159,8 +161,8 @@ class _Reader:
         wanted = [length, len(self.source.tap_ids) * hidden]
         if list(document.taps.shape) != wanted:
             raise DraftsmithError(
-                f"{path} holds features {list(document.taps.shape)}; {length} tokens of {len(self.source.tap_ids)} layers "
-                f"(--tap-ids) of the target's width {hidden} are {wanted}"
+                f"{path} holds features {list(document.taps.shape)}; {length} tokens of {len(self.source.tap_ids)} "
+                f"layers (--tap-ids) of the target's width {hidden} are {wanted}"
             )
         if document.loss_mask is not None and document.loss_mask.shape[0] != length:
             raise DraftsmithError(f"{path}: loss_mask has {document.loss_mask.shape[0]} entries for {length} tokens")
@@ -230,8 +232,8 @@ def compare(
         difference = float((found - wanted).norm() / wanted.norm())
         if not difference <= LARGEST_DIFFERENCE:
             raise DraftsmithError(
-                f"{path}: {what} differs from what the target computes there by {difference:.0%} of its length (at most "
-                f"{LARGEST_DIFFERENCE:.0%} are put up with): see that the target, --tap-ids and --final-state are the "
+                f"{path}: {what} differs from what the target computes there by {difference:.0%} of its length (at "
+                f"most {LARGEST_DIFFERENCE:.0%} are put up with): see that the target, --tap-ids and --final-state are the "
                 "ones that the files were made with (other projects often count layers one higher)"
             )
 

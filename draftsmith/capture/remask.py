@@ -60,8 +60,8 @@ def remask(
     same_vocabulary = known is None or (now is not None and known.vocabulary_hash == now.vocabulary_hash)
     if header.target.weights_hash != provenance.target.weights_hash or not same_vocabulary:
         raise StoreError(
-            f"{directory} holds a store of something else: {header_differences(header, wanted_header)}; name the target "
-            "that it was captured from"
+            f"{directory} holds a store of something else: {header_differences(header, wanted_header)}; name the "
+            "target that it was captured from"
         )
     wanted_header = wanted_header.model_copy(update={"target": header.target})
     wanted = {sample.id: sample for sample in reversed(samples)}

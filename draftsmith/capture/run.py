@@ -36,6 +36,7 @@ from draftsmith.progress import Progress, SilentProgress
 
 logger = logging.getLogger(__name__)
 
+
 def capture(
     target: CaptureTarget,
     samples: Sequence[Sample],
