@@ -23,6 +23,24 @@ class RowSampler:
         """Whether every row takes its most likely token."""
         return self.sampling.greedy
 
+    @property
+    def temperature(self) -> Tensor:
+        """Each row's temperature [batch] fp32; 0 in rows that take their most likely token."""
+        if isinstance(self.sampling, RowSampling):
+            return self.sampling.temperature
+        return torch.full(self.anchors.shape, self.sampling.fp32_temperature, device=self.anchors.device)
+
+    @property
+    def filtered(self) -> Tensor | None:
+        """Rows [batch] bool with top-k or top-p; None when there are none."""
+        sampling = self.sampling
+        if isinstance(sampling, SamplingOptions):
+            some = not sampling.greedy and (sampling.top_k > 0 or sampling.top_p < 1.0)
+            return torch.ones_like(self.anchors, dtype=torch.bool) if some else None
+        if not sampling.bounds.top_k and not sampling.bounds.top_p:
+            return None
+        return (sampling.top_k > 0) | (sampling.top_p < 1.0)
+
     def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
         """logits [batch, V] -> (ids [batch], q [batch, V], or None when all rows are greedy).
 
