@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.bench.page import summary_rows
-from draftsmith.bench.report import BenchReport
+from draftsmith.bench.figures import figures
+from draftsmith.bench.page import estimate, summary_rows
+from draftsmith.bench.records import BenchReport
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Progress
 from draftsmith.recipe import Recipe, load_recipe
@@ -77,8 +78,9 @@ def result_table(report: BenchReport) -> Table:
     table.add_column(justify="right")
     for label, value in summary_rows(report):
         table.add_row(label, value)
-    for category, mean in report.accept_length_by_category.items():
-        table.add_row(f"  accept length, {category}", f"{mean:.2f}")
+    found = figures(report, report.drafts[0], report.batch_sizes[0])
+    for category, length in found.accept_length_by_category.items():
+        table.add_row(f"  accept length, {category}", estimate(length))
     return table
 
 
@@ -87,7 +89,7 @@ def next_steps(recipe: Recipe) -> str:
     run, train = recipe.run, recipe.train
     longer = f"train.epochs={2 * train.epochs}" if train.max_steps is None else f"train.max_steps={2 * train.max_steps}"
     return (
-        f"accept-length histogram: {recipe.bench_page.resolve()}\n"
+        f"the report: {recipe.bench_page.resolve()}\n"
         "go on with:\n"
         f"  draftsmith generate {DEMO_RECIPE} run={run} -p 'Count from 1 to 20.'\n"
         f"  draftsmith inspect {run}\n"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from draftsmith.blocks.accept import counted_verifies
 from draftsmith.decoding.generate import generate
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
@@ -19,8 +20,8 @@ def by_generating(
 ) -> Callable[[Draft], dict[str, float]]:
     """A function for `train(evaluate_generate=...)`: greedy answers to `prompts` (token ids), decoded speculatively.
 
-    It returns `accept_length`, the tokens committed per verify over all of them (less the last one of an answer that
-    met the limit, which may have cut it), and `tokens`, how many were made; just `tokens` where no verify is left.
+    It returns `accept_length`, the tokens committed per verify (`blocks.accept.counted_verifies`), and `tokens`, how
+    many were made; just `tokens` where no verify counts.
     busy: held while the target runs, where another thread uses it too.
     """
     turn: AbstractContextManager[Any] = busy if busy is not None else nullcontext()
@@ -35,11 +36,7 @@ def by_generating(
                 max_new_tokens=max_new_tokens,
                 stop_token_ids=tuple(stop_token_ids),
             )
-        lengths = [
-            length
-            for answer in answers
-            for length in (answer.accept_lengths[:-1] if answer.finish_reason == "length" else answer.accept_lengths)
-        ]
+        lengths = [n for one in answers for n in counted_verifies(one.accept_lengths, one.finish_reason)]
         numbers = {"tokens": float(sum(len(answer.token_ids) for answer in answers))}
         return {"accept_length": sum(lengths) / len(lengths), **numbers} if lengths else numbers
 

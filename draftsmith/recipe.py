@@ -69,6 +69,11 @@ class RunFiles:
         return self.run / "bench.json"
 
     @property
+    def bench_lines(self) -> Path:
+        """The records of `bench`, one a line."""
+        return self.run / "bench.jsonl"
+
+    @property
     def bench_page(self) -> Path:
         """The same as a page."""
         return self.run / "bench.html"

@@ -1,153 +1,249 @@
-"""Runs a draft against plain decoding of the same target, in one process, in turn, and reports both."""
+"""Runs drafts against plain decoding of the same target, in one process, in turn, and records what they did."""
 
 import json
 import os
 import platform
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+from draftsmith.bench.chat import Chat
+from draftsmith.bench.decoders import DraftEntry, RunningDecoder, Timed, describe, request
+from draftsmith.bench.figures import all_figures
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.page import render_page
-from draftsmith.bench.report import BenchReport, PromptResult, Speed, equal_tokens
-from draftsmith.decoding.generate import Generation, generate
-from draftsmith.drafts.draft import Draft
+from draftsmith.bench.records import PLAIN, BenchAnswer, BenchReport, Decoder, Round, ShownText, equal_tokens, lines
+from draftsmith.bench.shown import show
+from draftsmith.data.prompts import Prompt
+from draftsmith.decoding.rng import row_seeds
 from draftsmith.errors import DraftsmithError
-from draftsmith.progress import Progress, SilentProgress
+from draftsmith.progress import Progress, SilentProgress, Stage
 from draftsmith.targets.target import Target
-
-
-@dataclass(frozen=True)
-class BenchPrompt:
-    """A prompt ready to decode: its token ids (chat template applied) and the kind it is counted under."""
-
-    id: str
-    token_ids: list[int]
-    category: str | None = None
 
 
 def bench(
     target: Target,
-    draft: Draft,
-    prompts: Sequence[BenchPrompt],
+    drafts: Sequence[DraftEntry],
+    prompts: Sequence[Prompt],
     options: BenchOptions,
+    chat: Chat,
     *,
     stop_token_ids: Sequence[int] = (),
-    draft_name: str = "",
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Measures accept length, speed and equality of speculative decoding.
+    """Measures every draft and plain decoding on all prompts and all their turns.
 
-    Every batch is decoded plainly and speculatively one after the other, the order changing from one to the next, so
-    that neither side owns the warmer machine; `options.warmup` rounds over the first batch come before, untimed.
-    Raises `DraftsmithError` when there is no prompt.
+    A round is one turn of `batch_size * rows_waiting` prompts. All decoders decode it one after the other, and which
+    goes first moves on from round to round, so that none owns the warmer machine; `options.warmup` rounds come before,
+    untimed. What plain decoding answered becomes the history of the next turn for every decoder: all of them answer the
+    same prompts. Sampled rows have a seed for each prompt, whatever the batch. Raises `DraftsmithError` when there is
+    no prompt, no draft, or a name is used twice.
     """
-    if not prompts:
-        raise DraftsmithError("bench has no prompts; name a JSONL file with at least one prompt in `bench.prompts`")
-    batches = [prompts[i : i + options.batch_size] for i in range(0, len(prompts), options.batch_size)]
-    runs = _Runs(target, draft, options, tuple(stop_token_ids))
-    for _ in range(options.warmup):
-        runs.timed(batches[0], speculative=False)
-        runs.timed(batches[0], speculative=True)
-
-    results: list[PromptResult] = []
-    seconds = {False: 0.0, True: 0.0}
-    tokens = {False: 0, True: 0}
-    with (progress or SilentProgress()).stage("Bench", total=len(prompts), unit="prompts") as stage:
-        for index, batch in enumerate(batches):
-            fastest: dict[bool, float] = {}
-            outputs: dict[bool, list[Generation]] = {}
-            for repeat in range(options.repeats):
-                first = (index + repeat) % 2 == 1
-                for speculative in (first, not first):
-                    outputs[speculative], elapsed = runs.timed(batch, speculative=speculative)
-                    fastest[speculative] = min(elapsed, fastest.get(speculative, elapsed))
-            for speculative in (False, True):
-                seconds[speculative] += fastest[speculative]
-                tokens[speculative] += sum(len(generation.token_ids) for generation in outputs[speculative])
-            results += _prompt_results(batch, outputs[False], outputs[True], greedy=options.temperature == 0.0)
-            committed = [length for result in results for length in result.accept_lengths]
-            stage.advance(len(batch), accept=f"{sum(committed) / max(len(committed), 1):.2f}")
+    _check(drafts, prompts)
+    run = _Bench(target, drafts, prompts, options, chat, tuple(stop_token_ids))
+    with (progress or SilentProgress()).stage("Bench", total=run.total, unit="answers") as stage:
+        for batch_size in options.batch_size:
+            run.measure(batch_size, stage)
     return BenchReport(
-        setting=_setting(target, draft, options, draft_name),
-        plain=Speed(tokens=tokens[False], seconds=seconds[False]),
-        speculative=Speed(tokens=tokens[True], seconds=seconds[True]),
-        prompts=results,
+        setting=_setting(target, options),
+        decoders=[
+            Decoder(name=PLAIN, memory_bytes=run.memory.get(PLAIN, {})),
+            *(describe(entry, options, run.memory.get(entry.name, {})) for entry in drafts),
+        ],
+        rounds=run.rounds,
+        answers=run.answers,
+        shown=list(run.shown()),
     )
 
 
-def write_report(report: BenchReport, json_path: Path, page_path: Path) -> None:
-    """Writes `bench.json` and its HTML page."""
+def write_report(report: BenchReport, json_path: Path, lines_path: Path, page_path: Path) -> None:
+    """Writes `bench.json` (figures and records), `bench.jsonl` (the records, one a line) and the HTML page."""
     json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    figures = [figures.to_json() for figures in all_figures(report)]
+    content = {"summary": figures, **report.model_dump(mode="json")}
+    lines_path.write_text("".join(f"{line}\n" for line in lines(report)), encoding="utf-8")
     page_path.write_text(render_page(report), encoding="utf-8")
+    json_path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check(drafts: Sequence[DraftEntry], prompts: Sequence[Prompt]) -> None:
+    if not prompts:
+        raise DraftsmithError("bench has no prompts; name a JSONL file with at least one prompt in `bench.prompts`")
+    if not drafts:
+        raise DraftsmithError("bench has no draft to measure; give at least one with --draft")
+    names = [PLAIN, *(entry.name for entry in drafts)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DraftsmithError(f"two decoders are called {twice!r}; give their directories different names")
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """The two decoders under the same options."""
+class _Turn:
+    """One round to decode: which turn of which prompts (indices), in a sampling seed's run."""
 
-    target: Target
-    draft: Draft
-    options: BenchOptions
-    stop_token_ids: tuple[int, ...]
+    seed: int
+    index: int
+    turn: int
+    members: list[int]
+    prompt_ids: list[list[int]]
 
-    def timed(self, batch: Sequence[BenchPrompt], *, speculative: bool) -> tuple[list[Generation], float]:
-        """The batch's generations and the seconds of wall time they took."""
-        self._wait_for_device()
-        start = time.perf_counter()
-        generations = generate(
-            self.target,
-            self.draft if speculative else None,
-            [prompt.token_ids for prompt in batch],
-            max_new_tokens=self.options.max_new_tokens,
-            temperature=self.options.temperature,
-            top_p=self.options.top_p,
-            top_k=self.options.top_k,
-            stop_token_ids=self.stop_token_ids,
-            seed=self.options.seed,
+
+class _Bench:
+    """The records in the making."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafts: Sequence[DraftEntry],
+        prompts: Sequence[Prompt],
+        options: BenchOptions,
+        chat: Chat,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self.target, self.drafts, self.prompts = target, drafts, prompts
+        self.options, self.chat, self.stop_token_ids = options, chat, stop_token_ids
+        self.rounds: list[Round] = []
+        self.answers: list[BenchAnswer] = []
+        self.memory: dict[str, dict[int, int]] = {}
+        self._shown_prompts: dict[tuple[int, int], list[int]] = {}
+
+    @property
+    def total(self) -> int:
+        """Answers to come, of all decoders."""
+        turns = sum(len(prompt.turns) for prompt in self.prompts)
+        return turns * len(self.options.batch_size) * len(self.options.seed) * (1 + len(self.drafts))
+
+    def measure(self, batch_size: int, stage: Stage) -> None:
+        """All rounds at one batch size."""
+        decoders = [RunningDecoder.of(self.target, None, self.options, batch_size)]
+        decoders += [RunningDecoder.of(self.target, entry, self.options, batch_size) for entry in self.drafts]
+        first = self._first_round(batch_size)
+        for _ in range(self.options.warmup):
+            for decoder in decoders:
+                decoder.timed(self._request(first))
+        for number, (turn, histories) in enumerate(self._turns(batch_size)):
+            fastest: dict[str, Timed] = {}
+            for repeat in range(self.options.repeats):
+                at = (number + repeat) % len(decoders)
+                for decoder in decoders[at:] + decoders[:at]:
+                    timed = decoder.timed(self._request(turn))
+                    if decoder.name not in fastest or timed.seconds < fastest[decoder.name].seconds:
+                        fastest[decoder.name] = timed
+            plain = fastest[PLAIN]
+            for member, generation in zip(turn.members, plain.generations, strict=True):
+                histories[member].append(generation.token_ids)
+            for decoder in decoders:
+                self._record(decoder, batch_size, turn, fastest[decoder.name], plain)
+            committed = [n for a in self.answers if a.decoder != PLAIN for n in a.counted]
+            shown = f"{sum(committed) / len(committed):.2f}" if committed else "-"
+            stage.advance(len(turn.members) * len(decoders), accept=shown)
+        for decoder in decoders:
+            if decoder.memory_bytes is not None:
+                self.memory.setdefault(decoder.name, {})[batch_size] = decoder.memory_bytes
+
+    def shown(self) -> Iterator[ShownText]:
+        """The texts of the report: of the first batch size and seed, every draft's answers to the first prompts."""
+        size, seed = self.options.batch_size[0], self.options.seed[0]
+        index = {prompt.id: number for number, prompt in enumerate(self.prompts)}
+        entries = {entry.name: entry for entry in self.drafts}
+        for answer in self.answers:
+            number = index[answer.prompt]
+            if answer.decoder == PLAIN or answer.batch_size != size or answer.seed != seed:
+                continue
+            if number >= self.options.shown:
+                continue
+            prompt_ids = self._shown_prompts[number, answer.turn]
+            question = self.prompts[number].turns[answer.turn]
+            yield show(self.target, entries[answer.decoder], self.options, self.chat, question, prompt_ids, answer)
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def _chunks(self, batch_size: int) -> list[list[int]]:
+        size = batch_size * self.options.rows_waiting
+        return [list(range(i, min(i + size, len(self.prompts)))) for i in range(0, len(self.prompts), size)]
+
+    def _first_round(self, batch_size: int) -> _Turn:
+        members = self._chunks(batch_size)[0]
+        return _Turn(self.options.seed[0], 0, 0, members, [self._ids(m, 0, []) for m in members])
+
+    def _turns(self, batch_size: int) -> Iterator[tuple[_Turn, dict[int, list[list[int]]]]]:
+        """Every round in order, with the answers so far of each prompt, which the caller completes."""
+        for seed in self.options.seed:
+            for index, chunk in enumerate(self._chunks(batch_size)):
+                histories: dict[int, list[list[int]]] = {member: [] for member in chunk}
+                for turn in range(max(len(self.prompts[member].turns) for member in chunk)):
+                    members = [member for member in chunk if turn < len(self.prompts[member].turns)]
+                    ids = [self._ids(member, turn, histories[member]) for member in members]
+                    if seed == self.options.seed[0] and batch_size == self.options.batch_size[0]:
+                        self._shown_prompts.update({(m, turn): row for m, row in zip(members, ids, strict=True)})
+                    yield _Turn(seed, index, turn, members, ids), histories
+
+    def _ids(self, member: int, turn: int, answers: list[list[int]]) -> list[int]:
+        return self.chat.prompt_ids(self.prompts[member], turn, answers)
+
+    def _request(self, turn: _Turn) -> Any:
+        seeds = row_seeds(turn.seed, len(self.prompts))
+        return request(turn.prompt_ids, [seeds[m] for m in turn.members], self.options, self.stop_token_ids)
+
+    def _record(self, decoder: RunningDecoder, batch_size: int, turn: _Turn, timed: Timed, plain: Timed) -> None:
+        generations = timed.generations
+        waited = len(turn.members) > batch_size
+        self.rounds.append(
+            Round(
+                decoder=decoder.name,
+                batch_size=batch_size,
+                seed=turn.seed,
+                index=turn.index,
+                turn=turn.turn,
+                prompts=[self.prompts[member].id for member in turn.members],
+                seconds=timed.seconds,
+                first_token_seconds=timed.first_token_seconds,
+                tokens=sum(len(generation.token_ids) for generation in generations),
+                cycles=None if waited else max(len(generation.accept_lengths) for generation in generations),
+            )
         )
-        self._wait_for_device()
-        return generations, time.perf_counter() - start
+        compared = self.options.temperature == 0.0 and decoder.name != PLAIN
+        for row, (member, generation, reference) in enumerate(
+            zip(turn.members, generations, plain.generations, strict=True)
+        ):
+            differs = compared and generation.token_ids != reference.token_ids
+            self.answers.append(
+                BenchAnswer(
+                    decoder=decoder.name,
+                    batch_size=batch_size,
+                    seed=turn.seed,
+                    prompt=self.prompts[member].id,
+                    turn=turn.turn,
+                    category=self.prompts[member].category,
+                    prompt_tokens=len(turn.prompt_ids[row]),
+                    token_ids=generation.token_ids,
+                    accept_lengths=generation.accept_lengths,
+                    finish_reason=generation.finish_reason,
+                    equal_tokens=equal_tokens(reference.token_ids, generation.token_ids) if compared else None,
+                    plain_tokens=len(reference.token_ids) if compared else None,
+                    equal_at_width=self._equal_at_width(decoder, turn, row, generation.token_ids) if differs else None,
+                )
+            )
 
-    def _wait_for_device(self) -> None:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+    def _equal_at_width(self, decoder: RunningDecoder, turn: _Turn, row: int, token_ids: list[int]) -> bool:
+        one = request([turn.prompt_ids[row]], [0], self.options, self.stop_token_ids)
+        return decoder.at_same_width(one)[0].token_ids == token_ids
 
 
-def _prompt_results(
-    batch: Sequence[BenchPrompt], plain: Sequence[Generation], speculative: Sequence[Generation], *, greedy: bool
-) -> list[PromptResult]:
-    return [
-        PromptResult(
-            id=prompt.id,
-            category=prompt.category,
-            prompt_tokens=len(prompt.token_ids),
-            new_tokens=len(drafted.token_ids),
-            accept_lengths=list(drafted.accept_lengths),
-            finish_reason=drafted.finish_reason,
-            equal_tokens=equal_tokens(reference.token_ids, drafted.token_ids) if greedy else None,
-            plain_tokens=len(reference.token_ids) if greedy else None,
-        )
-        for prompt, reference, drafted in zip(batch, plain, speculative, strict=True)
-    ]
-
-
-def _setting(target: Target, draft: Draft, options: BenchOptions, draft_name: str) -> dict[str, Any]:
+def _setting(target: Target, options: BenchOptions) -> dict[str, Any]:
     device = target.device
     return {
         "target": str(target.source),
-        "draft": draft_name or draft.config.architecture,
-        "draft_layers": draft.config.num_hidden_layers,
-        "block_size": draft.config.block_size,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or str(device),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
-        **options.model_dump(),
+        "transformers": transformers.__version__,
+        **options.model_dump(mode="json"),
     }

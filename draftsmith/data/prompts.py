@@ -1,25 +1,14 @@
 """Questions without answers: those of a file, and those that the package ships."""
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.data.conversations import record_layout, record_messages
 from draftsmith.data.jsonl import RecordError, parse_records
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a user asks: `turns`, each to be answered after the earlier ones and their answers.
-
-    id: unique in its file; category: the kind of question, for reports; system: the conversation's own system message.
-    """
-
-    id: str
-    turns: tuple[str, ...]
-    category: str | None = None
-    system: str | None = None
+from draftsmith.data.named import is_named, named_prompts
+from draftsmith.data.options import SHIPPED_PROMPTS
+from draftsmith.data.prompt import Prompt
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -30,6 +19,16 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     file and line: missing file, no line, bad JSON, another layout, blank questions, ids used twice.
     """
     return parse_records(Path(path), "prompt", _prompt)
+
+
+def find_prompts(source: str, split: Literal["train", "heldout"]) -> list[Prompt]:
+    """The prompts that a recipe names: a JSONL file, `shipped` (of that split), or a data set by name.
+
+    DraftsmithError as `read_prompts` and `data.named.named_prompts`.
+    """
+    if source == SHIPPED_PROMPTS:
+        return shipped_prompts(split)
+    return named_prompts(source) if is_named(source) else read_prompts(source)
 
 
 def shipped_prompts(split: Literal["train", "heldout"] = "train") -> list[Prompt]:

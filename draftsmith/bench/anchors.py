@@ -1,0 +1,165 @@
+"""What a draft would propose at every position of a text that the target has written.
+
+A verify may begin anywhere, and what a greedy draft proposes from an anchor depends only on the text before it. So the
+acceptance at every anchor says what any number of proposals would have done to that text, in whatever places its
+verifies begin: `replay` walks it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.algorithms.algorithm import Proposer
+from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.decoding.cache import ContextCache, DenseBlocks
+from draftsmith.decoding.sampling import SamplingOptions
+from draftsmith.drafts.draft import Draft
+from draftsmith.targets.target import Target
+
+ROWS = 32
+"""Anchors that go through the draft together."""
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """Acceptance at every anchor of one text, in order: anchor i is the i-th new token, and its block proposes what
+    follows it.
+
+    accepted: proposals before the first that the text does not have. trimmed: per trimming setting, how many of the
+    block's proposals it lets count. The last anchors' blocks go past the end of the text, where nothing is accepted.
+    """
+
+    accepted: tuple[int, ...]
+    trimmed: dict[tuple[str, float], tuple[int, ...]]
+
+
+class GreedySampler:
+    """The `TokenSampler` of greedy requests, which remembers the chances that the logits gave."""
+
+    sampling = SamplingOptions()
+    greedy = True
+
+    def __init__(self) -> None:
+        self.chances: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
+        ids = logits.argmax(-1)
+        self.chances.append(logits.float().softmax(-1).gather(-1, ids[:, None])[:, 0])
+        return ids, None
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What a draft proposes at some anchors: token_ids [n, P] int64, chances [n, P] fp32 (its own, of each), and per
+    trimming setting how many count, [n] int64."""
+
+    token_ids: Tensor
+    chances: Tensor
+    trimmed: dict[tuple[str, float], Tensor]
+
+
+@torch.no_grad()
+def proposals_at(
+    target: Target,
+    draft: Draft,
+    token_ids: Sequence[int],
+    anchors: Sequence[int],
+    *,
+    settings: Sequence[tuple[str, float]] = (),
+    options: dict[str, Any] | None = None,
+) -> Proposed:
+    """The draft's greedy proposals at `anchors` (positions) of a text, each as if a verify began there.
+
+    settings: (trimming option, value) pairs to try; options: trimming options that hold throughout.
+    """
+    config, method = draft.config, algorithm_for(draft.config)
+    layout = method.block_layout(config)
+    stepwise = method.stepwise_options | (options or {})
+    proposer = method.proposer(draft, target.ends, None, **stepwise)
+    trimming = {s: method.proposer(draft, target.ends, None, **stepwise, **dict([s])) for s in settings}
+    context = _context(target, draft, token_ids)
+    blocks = DenseBlocks(draft)
+    ids = torch.tensor(list(token_ids), device=target.device)
+    extent = context.storage.shape[-2]
+    first = torch.arange(config.block_size, device=target.device) == 0
+    parts: list[Proposed] = []
+    for begin in range(0, len(anchors), ROWS):
+        at = torch.tensor(list(anchors[begin : begin + ROWS]), device=target.device)
+        rows = replace(context, storage=context.storage.expand(-1, -1, len(at), -1, -1, -1))
+        block_ids = torch.where(first, ids[at][:, None], config.mask_token_id)  # [n, B]
+        hidden = blocks.block(target.ends.embed(block_ids), at, rows, extent)  # [n, B, H]
+        sampler = GreedySampler()
+        proposed = proposer.propose(hidden, ids[at], sampler)
+        if sampler.chances:
+            chances = torch.stack(sampler.chances, dim=1)
+        else:
+            logits = draft.logits(layout.predicting(hidden, dim=1), target.ends).float()
+            chances = logits.softmax(-1).gather(-1, proposed.token_ids[..., None])[..., 0]
+        counts = {s: _count(trimmer, hidden, ids[at], proposed.token_ids.shape[1]) for s, trimmer in trimming.items()}
+        parts.append(Proposed(proposed.token_ids, chances, counts))
+    return Proposed(
+        torch.cat([part.token_ids for part in parts]),
+        torch.cat([part.chances for part in parts]),
+        {s: torch.cat([part.trimmed[s] for part in parts]) for s in settings},
+    )
+
+
+def anchored(
+    target: Target,
+    draft: Draft,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    settings: Sequence[tuple[str, float]] = (),
+) -> Anchored:
+    """Acceptance at every token of the answer; both are token ids, and the answer is what the target said, greedily."""
+    text = [*prompt, *answer]
+    anchors = range(len(prompt), len(text))
+    proposed = proposals_at(target, draft, text, anchors, settings=settings)
+    width = proposed.token_ids.shape[1]
+    accepted = []
+    for anchor, line in zip(anchors, proposed.token_ids.tolist(), strict=True):
+        following = text[anchor + 1 : anchor + 1 + width]
+        right = 0
+        while right < len(following) and line[right] == following[right]:
+            right += 1
+        accepted.append(right)
+    return Anchored(tuple(accepted), {s: tuple(c.tolist()) for s, c in proposed.trimmed.items()})
+
+
+def replay(text: Anchored, num_proposals: int, trim: tuple[str, float] | None = None) -> list[int]:
+    """Tokens committed by each verify of a text, with at most so many proposals a block, trimmed or not.
+
+    The text's first token comes with the prompt; the verifies' tokens add up to the others, the last verify cut at the
+    end of the text.
+    """
+    last = len(text.accepted) - 1
+    place, lengths = 0, []
+    while place < last:
+        accepted = min(text.accepted[place], num_proposals)
+        if trim is not None:
+            accepted = min(accepted, text.trimmed[trim][place])
+        committed = min(accepted + 1, last - place)
+        lengths.append(committed)
+        place += committed
+    return lengths
+
+
+def _context(target: Target, draft: Draft, token_ids: Sequence[int]) -> ContextCache:
+    """Keys and values of the whole text in the draft's layers, as decoding gathers them; one row."""
+    ids = torch.tensor([list(token_ids)], device=target.device)
+    positions = torch.arange(ids.shape[1], device=target.device)[None]
+    states = target.forward(ids, positions, tap_ids=draft.config.target_layer_ids, final_state=False)
+    blocks = DenseBlocks(draft)
+    context = blocks.new_cache(1, ids.shape[1] + draft.config.block_size)
+    assert states.taps is not None
+    blocks.append(states.taps, torch.zeros(1, dtype=torch.int64, device=target.device), context)
+    return context
+
+
+def _count(trimmer: Proposer, hidden: Tensor, anchor_ids: Tensor, most: int) -> Tensor:
+    """How many proposals of each block a trimming proposer lets count: [n] int64."""
+    count = trimmer.propose(hidden, anchor_ids, GreedySampler()).count
+    return torch.full_like(anchor_ids, most) if count is None else count

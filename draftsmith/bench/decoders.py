@@ -1,0 +1,133 @@
+"""The decoders of a benchmark: engines that stay, so that every one is warm, and what they record of themselves."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.bench.options import BenchOptions
+from draftsmith.bench.records import PLAIN, Decoder
+from draftsmith.decoding.engine import Engine
+from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.request import Generation, Request
+from draftsmith.decoding.sampling import SamplingOptions
+from draftsmith.drafts.draft import Draft
+from draftsmith.targets.target import Target
+
+
+@dataclass(frozen=True)
+class DraftEntry:
+    """A draft to measure: its name in the report, where it was read from, and engine options of its own (None: those of
+    the benchmark)."""
+
+    name: str
+    draft: Draft
+    directory: Path | None = None
+    options: EngineOptions | None = None
+
+    def engine_options(self, common: EngineOptions) -> EngineOptions:
+        """The options of its engine."""
+        return self.options or common
+
+
+@dataclass
+class Timed:
+    """What a request gave, and the seconds it took: to the last token, and, asked for one token a row, to the first."""
+
+    generations: list[Generation]
+    seconds: float
+    first_token_seconds: float
+
+
+@dataclass
+class RunningDecoder:
+    """A decoder at one batch size. memory_bytes: of its first run, on a GPU."""
+
+    name: str
+    target: Target
+    engine: Engine
+    width: int
+    memory_bytes: int | None = None
+    _at_width: Engine | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, target: Target, entry: DraftEntry | None, options: BenchOptions, batch_size: int) -> "RunningDecoder":
+        """entry None: plain decoding, which takes the engine options that do not concern a draft."""
+        common = options.engine
+        if entry is None:
+            bare = common.model_copy(update={"num_proposals": None, "proposer": {}, "slots": batch_size})
+            return cls(PLAIN, target, Engine(target, None, bare), 1)
+        chosen = entry.engine_options(common).model_copy(update={"slots": batch_size})
+        return cls(entry.name, target, Engine(target, entry.draft, chosen), 1 + proposals(entry.draft, chosen))
+
+    def timed(self, request: Request) -> Timed:
+        """Decodes a request; raises `DraftsmithError` as the engine does."""
+        before = self._memory() if self.memory_bytes is None else 0
+        first, seconds = self._run(replace(request, max_new_tokens=1))
+        generations, whole = (first, seconds) if request.max_new_tokens == 1 else self._run(request)
+        if self.memory_bytes is None and self.target.device.type == "cuda":
+            parts = (self.target.model, self.engine.draft)
+            weights = sum(p.numel() * p.element_size() for part in parts if part is not None for p in part.parameters())
+            self.memory_bytes = weights + torch.cuda.max_memory_allocated(self.target.device) - before
+        return Timed(generations, whole, seconds)
+
+    def at_same_width(self, request: Request) -> list[Generation]:
+        """What the target says alone with as many tokens in a pass as this decoder's verify has; untimed."""
+        if self._at_width is None:
+            self._at_width = Engine(self.target, None, EngineOptions(verify_width=self.width))
+        return self._at_width.decode(request)
+
+    def _run(self, request: Request) -> tuple[list[Generation], float]:
+        self._wait()
+        start = time.perf_counter()
+        generations = self.engine.decode(request)
+        self._wait()
+        return generations, time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+    def _memory(self) -> int:
+        device = self.target.device
+        if device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+
+
+def proposals(draft: Draft, options: EngineOptions) -> int:
+    """Tokens that the engine has a draft propose a verify."""
+    return options.num_proposals or algorithm_for(draft.config).block_layout(draft.config).max_proposals
+
+
+def describe(entry: DraftEntry, options: BenchOptions, memory_bytes: dict[int, int]) -> Decoder:
+    """The decoder's record."""
+    config, engine = entry.draft.config, entry.engine_options(options.engine)
+    return Decoder(
+        name=entry.name,
+        directory=None if entry.directory is None else str(entry.directory),
+        method=config.architecture,
+        layers=config.num_hidden_layers,
+        block_size=config.block_size,
+        proposals=proposals(entry.draft, engine),
+        trims=any(name in algorithm_for(config).trimming_options for name in engine.proposer),
+        engine=engine.model_dump(mode="json", exclude_defaults=True),
+        memory_bytes=memory_bytes,
+    )
+
+
+def request(
+    prompts: Sequence[Sequence[int]], seeds: Sequence[int], options: BenchOptions, stop_token_ids: Sequence[int]
+) -> Request:
+    """The benchmark's request for these prompts (token ids), a seed each."""
+    return Request.of(
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        sampling=SamplingOptions(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k),
+        stop_token_ids=stop_token_ids,
+        seed=seeds,
+    )

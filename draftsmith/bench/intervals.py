@@ -1,0 +1,79 @@
+"""Confidence intervals of figures that are functions of sums over prompts.
+
+Verifies of one prompt resemble each other, so the units are prompts, not verifies. Accept length, tokens per second and
+speed-up are ratios of sums, whose spread the jackknife gives without another assumption: the figure is computed anew
+without each prompt in turn. The interval is the figure +- t times the jackknife's standard error, with Student's t of
+n - 1 degrees of freedom; unlike percentiles of a bootstrap it is not too narrow for the few prompts of a short run, and
+it draws no random numbers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+
+class Estimate(BaseModel):
+    """A figure and its 95 % interval; `low` and `high` are None where fewer than two prompts say nothing of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def jackknife(
+    units: Sequence[Sequence[float]], figure: Callable[[np.ndarray], np.ndarray], confidence: float = 0.95
+) -> Estimate | None:
+    """The estimate of `figure` over units (prompts), each a row of numbers that are added up.
+
+    figure: sums [n, c] -> values [n]; it is given the sums of all units, and those without each unit. A unit without
+    which the figure has no value (nothing is left to divide by) is left out of the interval, and so is the interval of
+    a figure that has no value without several. None where the figure itself has no value.
+    """
+    rows = np.asarray(units, dtype=np.float64)
+    if rows.size == 0:
+        return None
+    total = rows.sum(0, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(figure(total)[0])
+        without = figure(total - rows)
+    if not math.isfinite(value):
+        return None
+    without = without[np.isfinite(without)]
+    n = len(without)
+    if n < 2:
+        return Estimate(value=value)
+    error = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+    margin = student_t(0.5 + confidence / 2, n - 1) * error
+    return Estimate(value=value, low=value - margin, high=value + margin)
+
+
+def ratio(sums: np.ndarray) -> np.ndarray:
+    """Sums [n, 2] -> first over second."""
+    return sums[:, 0] / sums[:, 1]
+
+
+def student_t(probability: float, freedom: int) -> float:
+    """The quantile of Student's t distribution, for probabilities from 0.5 on.
+
+    Exact for one and two degrees of freedom; above, Fisher and Cornish's expansion around the normal quantile, whose
+    error at 0.975 is 0.12 % for three degrees and falls fast.
+    """
+    p, n = probability, freedom
+    if n == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if n == 2:
+        return (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / n**power for power, term in enumerate(terms))

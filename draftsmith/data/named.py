@@ -1,0 +1,102 @@
+"""Prompts of well-known data sets by name, from the Hugging Face hub or from a local file in the same columns."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.jsonl import RecordError, parse_records
+from draftsmith.data.prompt import Prompt
+from draftsmith.errors import DraftsmithError
+
+_REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Where a data set lies on the hub, and how a row becomes a prompt's turns and category.
+
+    columns: those that a row must have as text (the first may be a list of texts, the turns).
+    """
+
+    path: str
+    config: str | None
+    split: str
+    columns: tuple[str, ...]
+    turns: Callable[[Mapping[str, Any]], list[str]]
+    category: str | None = None
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['instruction']}\n\n{row['input']}" if row["input"] else row["instruction"]]
+
+
+def _humaneval(row: Mapping[str, Any]) -> list[str]:
+    return [
+        f"Complete this Python function. Answer with the whole function.\n\n```python\n{row['prompt'].rstrip()}\n```"
+    ]
+
+
+DATA_SETS = {
+    "gsm8k": DataSet("openai/gsm8k", "main", "test", ("question",), lambda row: [row["question"] + _REASONING]),
+    "math500": DataSet(
+        "HuggingFaceH4/MATH-500", None, "test", ("problem",), lambda row: [row["problem"] + _REASONING], "subject"
+    ),
+    "humaneval": DataSet("openai/openai_humaneval", None, "test", ("prompt",), _humaneval),
+    "mbpp": DataSet("google-research-datasets/mbpp", "sanitized", "test", ("prompt",), lambda row: [row["prompt"]]),
+    "mt-bench": DataSet(
+        "HuggingFaceH4/mt_bench_prompts", None, "train", ("prompt",), lambda row: list(row["prompt"]), "category"
+    ),
+    "alpaca": DataSet("tatsu-lab/alpaca", None, "train", ("instruction", "input"), _alpaca),
+}
+
+
+def is_named(source: str) -> bool:
+    """Whether `source` names a data set (`gsm8k`), or a local file in the columns of one (`gsm8k@rows.jsonl`)."""
+    return source.partition("@")[0] in DATA_SETS
+
+
+def named_prompts(source: str) -> list[Prompt]:
+    """The prompts of a named data set, in its order, with ids NAME-ROW (from 1).
+
+    DraftsmithError: the package `datasets` is not installed, or a row has other columns than the data set's.
+    """
+    name, at, file = source.partition("@")
+    if at:
+        return parse_records(Path(file), "row", lambda row, identity: to_prompt(name, row, identity))
+    return rows_to_prompts(name, _download(name))
+
+
+def rows_to_prompts(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Prompt]:
+    """Rows of the data set `name` as prompts."""
+    try:
+        return [to_prompt(name, row, f"{name}-{number}") for number, row in enumerate(rows, start=1)]
+    except RecordError as error:
+        raise DraftsmithError(f"data set {name}: {error}") from error
+
+
+def to_prompt(name: str, row: Mapping[str, Any], identity: str) -> Prompt:
+    """One row of the data set `name`; RecordError names the column that is missing or not text."""
+    found = DATA_SETS[name]
+    for column in found.columns:
+        value = row.get(column)
+        texts = value if isinstance(value, list | tuple) else [value]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise RecordError(
+                f"column {column!r} is {value!r:.60}; the columns of {name} are {', '.join(found.columns)}, each a text"
+            )
+    category = row.get(found.category) if found.category else None
+    return Prompt(identity, tuple(found.turns(row)), str(category) if category else None)
+
+
+def _download(name: str) -> Iterable[Mapping[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DraftsmithError(
+            f"the data set {name!r} comes through the package datasets, which is not installed: pip install "
+            f"'draftsmith[data]'; or give a local file of its rows as {name}@FILE.jsonl"
+        ) from error
+    found = DATA_SETS[name]
+    rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(found.path, found.config, split=found.split)
+    return rows
