@@ -38,6 +38,10 @@ class Sight:
     block_end: Tensor
     num_keys: int
 
+    def runs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four bounds, in the order of the fields."""
+        return self.context_first, self.context_end, self.block_first, self.block_end
+
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """The predicate of visibility, for index tensors that broadcast together -> bool."""
         in_context = (key >= self.context_first[row, query]) & (key < self.context_end[row, query])
@@ -115,8 +119,11 @@ def flex_mask(seen: Sight) -> BlockMask:
     some = torch.nn.functional.pad(any_seen, padding).unflatten(1, (-1, TILE)).any(2)  # [R, Q tiles, T]
     whole = torch.nn.functional.pad(all_seen, padding).unflatten(1, (-1, TILE)).all(2)
 
+    # Read for every pair of a tile that is not whole: as narrow as they can be.
+    narrow = Sight(*(each.int() for each in seen.runs()), seen.num_keys)
+
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return seen.sees(row, query, key)
+        return narrow.sees(row, query, key)
 
     return BlockMask.from_kv_blocks(
         *_listed(some & ~whole),
@@ -137,7 +144,8 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
     # With fullgraph, too many recompilations raise an error; without it they would end in the unfused implementation.
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    # The first shapes are compiled as they are; when others follow, once more for any.
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 class FlexBlockAttention:

@@ -7,10 +7,12 @@ both go through the same code; which of them a slot sees is decided by the `Bloc
 """
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from functools import cache
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -88,23 +90,13 @@ class Attention(nn.Module):
         keys = self.k_norm(self._split(self.k_proj(states))).transpose(1, 2)
         return rotate(keys, cosine[:, None], sine[:, None]).to(values.dtype), values
 
-    def forward(
-        self, hidden: Tensor, cosine: Tensor, sine: Tensor, context: tuple[Tensor, Tensor], attend: BlockAttention
-    ) -> Tensor:
-        """hidden [R, N*B, H], layer-normed -> [R, N*B, H]."""
+    def queries(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Queries (normed, rotated) of `hidden` [R, tokens, H]: [R, heads, tokens, d]."""
         queries = self.q_norm(self._split(self.q_proj(hidden))).transpose(1, 2)
-        block_keys, block_values = self.keys_values(hidden, cosine, sine)
-        queries = rotate(queries, cosine[:, None], sine[:, None]).to(block_values.dtype)
-        mixed = attend(
-            queries,
-            context[0],
-            context[1],
-            block_keys,
-            block_values,
-            kind=self.kind,
-            scale=self.scale,
-            sinks=self.attention_sink_bias,
-        )
+        return rotate(queries, cosine[:, None], sine[:, None]).to(queries.dtype)
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """What attention mixed, [R, heads, tokens, d] -> [R, tokens, H]."""
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -122,7 +114,13 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm layer; a head may wrap its two sublayers (`SublayerWrapper`)."""
+    """One pre-norm layer; a head may wrap its two sublayers (`SublayerWrapper`).
+
+    It runs in three parts: what comes before attention, attention, and what comes after; `fused` says whether the two
+    outer ones are compiled.
+    """
+
+    fused = False
 
     def __init__(self, config: DraftConfig, kind: AttentionKind, wrappers: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -139,21 +137,56 @@ class Layer(nn.Module):
         self, hidden: Tensor, cosine: Tensor, sine: Tensor, context: tuple[Tensor, Tensor], attend: BlockAttention
     ) -> Tensor:
         """hidden [R, N, B, H] -> [R, N, B, H]; cosine and sine [R, N*B, rotary_dim]."""
-        blocks = hidden.shape[1:3]
+        before, after = Layer.before_attention, Layer.after_attention
+        if self.fused:
+            before, after = compiled(before), compiled(after)
+        queries, keys, values, state = before(self, hidden, cosine, sine)
+        attention = self.self_attn
+        mixed = attend(
+            queries,
+            *context,
+            keys,
+            values,
+            kind=attention.kind,
+            scale=attention.scale,
+            sinks=attention.attention_sink_bias,
+        )
+        return after(self, mixed, hidden, state)
 
-        def attention(inner: Tensor) -> Tensor:
-            return self.self_attn(inner.flatten(1, 2), cosine, sine, context, attend).unflatten(1, blocks)
+    def before_attention(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """hidden [R, N, B, H] -> queries [R, heads, N*B, d], keys and values [R, kv_heads, N*B, d] of the slots, and
+        what the wrapper around attention keeps."""
+        inner, state = self.input_layernorm(hidden), None
+        if self.attention_conv is not None:
+            inner, state = cast(SublayerWrapper, self.attention_conv).before(inner)
+        inner = inner.flatten(1, 2)
+        keys, values = self.self_attn.keys_values(inner, cosine, sine)
+        return self.self_attn.queries(inner, cosine, sine), keys, values, state
 
-        hidden = hidden + _wrapped(self.attention_conv, attention, self.input_layernorm(hidden))
-        return hidden + _wrapped(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
+    def after_attention(self, mixed: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
+        """mixed [R, heads, N*B, d], hidden [R, N, B, H] as it came to the layer -> [R, N, B, H]."""
+        out = self.self_attn.output(mixed).unflatten(1, hidden.shape[1:3])
+        if self.attention_conv is not None:
+            assert state is not None
+            out = cast(SublayerWrapper, self.attention_conv).after(out, state)
+        hidden = hidden + out
+        inner = self.post_attention_layernorm(hidden)
+        if self.mlp_conv is None:
+            return hidden + self.mlp(inner)
+        around = cast(SublayerWrapper, self.mlp_conv)
+        inner, state = around.before(inner)
+        return hidden + around.after(self.mlp(inner), state)
 
 
-def _wrapped(wrapper: nn.Module | None, sublayer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    if wrapper is None:
-        return sublayer(hidden)
-    around = cast(SublayerWrapper, wrapper)
-    hidden, state = around.before(hidden)
-    return around.after(sublayer(hidden), state)
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under torch.compile: for the shapes that come first, then once more for all others.
+
+    Compiled as a function of the module, so that all layers share the code.
+    """
+    return torch.compile(function, fullgraph=True)
 
 
 class Backbone(nn.Module):
@@ -171,6 +204,7 @@ class Backbone(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = Rope(config)
+        self.fused = False
         self.recompute = False
         """Whether layers keep no activations for the backward, which then computes them again (gradient
         checkpointing)."""
@@ -178,9 +212,19 @@ class Backbone(nn.Module):
     def context_keys_values(self, features: Tensor, positions: Tensor) -> ContextKeysValues:
         """Per layer, keys and values of the context: features [R, S, T*H], positions [R, S] -> each [R, kv_heads, S,
         d]."""
+        run = Backbone._context_keys_values
+        return (compiled(run) if self.fused else run)(self, features, positions)
+
+    def _context_keys_values(self, features: Tensor, positions: Tensor) -> ContextKeysValues:
         context = self.hidden_norm(self.fc(features))
         cosine, sine = self.rope(positions)
         return [cast(Layer, layer).self_attn.keys_values(context, cosine, sine) for layer in self.layers]
+
+    def fuse(self) -> None:
+        """Run compiled code for everything but attention from now on."""
+        self.fused = True
+        for layer in self.layers:
+            cast(Layer, layer).fused = True
 
     def forward(
         self, embeddings: Tensor, positions: Tensor, context: ContextKeysValues, attend: BlockAttention
@@ -190,7 +234,9 @@ class Backbone(nn.Module):
         hidden = embeddings
         for layer, layer_context in zip(self.layers, context, strict=True):
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, cosine, sine, layer_context, attend, use_reentrant=False)
+                # With the weights of now: where others stand in for the parameters, they may be gone by the backward.
+                weights, inputs = dict(layer.named_parameters()), (hidden, cosine, sine, layer_context, attend)
+                hidden = checkpoint(functional_call, layer, weights, inputs, use_reentrant=False)
             else:
                 hidden = layer(hidden, cosine, sine, layer_context, attend)
-        return self.norm(hidden)
+        return (compiled(RMSNorm.forward) if self.fused else RMSNorm.forward)(self.norm, hidden)

@@ -188,7 +188,7 @@ class TrainingBatches:
     """The steps of one process, with micro-batches on `device`.
 
     They are read ahead by `workers` processes (0: made when they are asked for), or by a thread where the source is
-    live. documents: the source's number of every document that the plan numbers.
+    live; on a GPU they are copied there ahead, too. documents: the source's number of every document that the plan numbers.
     """
 
     def __init__(
@@ -228,8 +228,10 @@ class TrainingBatches:
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator(),  # the loader draws a seed; the run's own generator must not move
         )
-        for batch in loader:
-            yield batch.to(self._device)
+        batches = iter(loader)
+        if self._device.type == "cuda":
+            return read_ahead(batches, self._device)  # copied there beside the work on the batch before
+        return (batch.to(self._device) for batch in batches)
 
     def _live_batches(self, positions: list[tuple[int, int]]) -> Generator[MicroBatch, None, None]:
         return read_ahead((self._dataset[key] for key in self._keys(positions)), self._device)

@@ -155,7 +155,7 @@ def train(
         attention=_resolved_attention(options, device),
         autocast=autocast,
         recompute=options.gradient_checkpointing,
-        compile_layers=options.compile,
+        compile_layers=device.type == "cuda" if options.compile == "auto" else options.compile,
     )
 
     if record is None:

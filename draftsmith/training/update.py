@@ -53,17 +53,19 @@ class Updater:
         """
         gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         # The processes' mean stands there, where the sum is wanted.
-        scale = torch.where(denominator > 0, self._parallel.num_processes / denominator.clamp_min(1e-300), 0.0)
-        torch._foreach_mul_(gradients, scale.float())
-        norms = self._parallel.norms(gradients)
+        scale = torch.where(denominator > 0, self._parallel.num_processes / denominator.clamp_min(1e-300), 0.0).float()
+        norms = self._parallel.norms(gradients) * scale
         norm = torch.linalg.vector_norm(norms)
         finite = torch.isfinite(norm) & torch.isfinite(numerator)
         if self._clip is not None:
-            torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp_max(1.0))
+            scale = scale * (self._clip / (norm + 1e-6)).clamp_max(1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         optimizer: Any = self.optimizer
-        optimizer.found_inf = (~finite).float()  # the fused kernel does nothing where this is 1
+        # The fused kernel divides gradients by the one as it reads them, and does nothing where the other is 1. Without
+        # a label the scale is 0, and so are the gradients: any divisor will do.
+        optimizer.grad_scale = torch.where(scale > 0, 1.0 / scale, 1.0)
+        optimizer.found_inf = (~finite).float()
         optimizer.step()
         return Update(norms, norm, finite)
 

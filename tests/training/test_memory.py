@@ -21,7 +21,8 @@ def gradients(target, store, **how):
     source = StoreSource(store, store.features)
     sampler = BlockSampler(source, method.block_layout(draft.config), MASK, 48, 8, seed=1, visible_slots=None)
     objective = method.objective(draft.config, section())
-    loss = DraftLoss(draft.train(), target.ends, objective, attention=AttentionBackend.DENSE, autocast=None, **how)
+    how = {"attention": AttentionBackend.DENSE, "autocast": None, **how}
+    loss = DraftLoss(draft.train(), target.ends, objective, **how)
     kept = 0
 
     def count(tensor):
@@ -35,9 +36,10 @@ def gradients(target, store, **how):
     return numerator, {name: p.grad for name, p in draft.named_parameters()}, kept
 
 
-def test_gradient_checkpointing_keeps_less_and_changes_nothing(target, store):
-    plain, wanted, kept = gradients(target, store)
-    again, found, kept_less = gradients(target, store, recompute=True)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(target, store, precision):
+    plain, wanted, kept = gradients(target, store, autocast=precision)
+    again, found, kept_less = gradients(target, store, autocast=precision, recompute=True)
     assert torch.equal(plain, again)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert kept_less < 0.5 * kept, (kept_less, kept)

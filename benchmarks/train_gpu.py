@@ -1,0 +1,411 @@
+"""The training step on one GPU: time, memory and arithmetic, beside another trainer's and the device's own rate.
+
+    python benchmarks/train_gpu.py rate ours:qwen3-8b theirs:qwen3-8b ours:qwen3-8b:domino:profile
+
+Every part is `NAME[:SHAPE[:OPTION...]]`. Parts:
+
+    rate        the device's bf16 matrix product and copy, on random data
+    ours        a step of draftsmith (options: a method's name, `checkpointing`, `eager`, `profile`, `ROWSxTOKENS`)
+    theirs      a step of SpecForge's DFlash model (package `specforge`) with its own optimiser (options: `plain`, torch's
+                AdamW on bf16 weights instead; `checkpointing`; `profile`)
+    packing     documents/s of packed rows and of rows padded to the batch's longest document
+    target      the target's forward with random weights, capturing what the draft reads (what an online step adds)
+
+Shapes are those of a 5-layer draft: qwen3-8b with 4 documents of 3,072 tokens and 512 anchors (`qwen3-8b-1`: 1
+document), smollm2 with 16 documents of 448 tokens and 128 anchors. Weights, tokens and features are random. Prints one
+JSON line a part; a part that fails prints its traceback and the others go on.
+"""
+
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from draftsmith.algorithms.costs import QWEN3_8B, in_dimensions_of
+from draftsmith.algorithms.registry import algorithm, all_algorithms
+from draftsmith.blocks.anchors import sample_anchors
+from draftsmith.blocks.build import build_blocks
+from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.drafts.config import DraftConfig, RopeConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.features.packing import collate, pack_rows
+from draftsmith.features.record import Record
+from draftsmith.features.schema import FINAL_STATE, TAPS
+from draftsmith.targets.ends import TargetEnds
+from draftsmith.training.batches import MicroBatch
+from draftsmith.training.flops import Work, training_flops
+from draftsmith.training.forward import DraftLoss
+from draftsmith.training.options import TrainOptions
+from draftsmith.training.parallel import Parallel
+from draftsmith.training.update import Updater
+
+SMOLLM2 = DraftConfig(
+    architecture="dflash",
+    hidden_size=576,
+    num_hidden_layers=5,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    rope=RopeConfig(rope_theta=100_000.0),
+    layer_types=("full_attention",) * 5,
+    block_size=16,
+    mask_token_id=17,
+    target_layer_ids=(1, 8, 14, 20, 27),
+    num_target_layers=30,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """documents, each of `tokens` tokens with `anchors` anchors; laid out in rows of `tokens_per_row`."""
+
+    config: DraftConfig
+    documents: int
+    tokens: int
+    anchors: int
+    tokens_per_row: int
+
+
+SHAPES = {
+    "qwen3-8b": Shape(QWEN3_8B, 4, 3072, 512, 3072),
+    "qwen3-8b-1": Shape(QWEN3_8B, 1, 3072, 512, 3072),
+    "smollm2": Shape(SMOLLM2, 16, 448, 128, 7168),
+}
+
+
+def timed(step: Callable[[], Any], repeats: int, warmup: int = 3) -> tuple[float, float]:
+    """(median seconds of a step by device events, mean seconds by the host's clock over all of them)."""
+    for _ in range(warmup):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    started = time.perf_counter()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - started) / repeats
+    times = sorted(one.elapsed_time(two) / 1000 for one, two in zip(marks, marks[1:], strict=False))
+    return times[len(times) // 2], wall
+
+
+def measured(step: Callable[[], Any], repeats: int, options: Sequence[str]) -> dict[str, Any]:
+    before = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - before
+    seconds, wall = timed(step, repeats)
+    found = {
+        "ms": round(1e3 * seconds, 2),
+        "wall_ms": round(1e3 * wall, 2),
+        "steps_per_s": round(1 / wall, 2),
+        "first_step_s": round(first, 1),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+    }
+    if "profile" in options:
+        profile(step)
+    return found
+
+
+def profile(step: Callable[[], Any], rows: int = 25) -> None:
+    """Kernels of one step by their time on the device, to stderr."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as taken:
+        step()
+        torch.cuda.synchronize()
+    kernels = [event for event in taken.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    launches = sum(event.count for event in kernels)
+    print(f"profile: {total / 1e3:.1f} ms on the device in {launches} launches", file=sys.stderr)
+    for event in kernels[:rows]:
+        name = " ".join(event.key.split())[:90]
+        print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d}x  {name}", file=sys.stderr)
+
+
+# --- the device -----------------------------------------------------------------------------------------------------
+
+
+def rate(options: Sequence[str]) -> dict[str, Any]:
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product, _ = timed(lambda: a @ b, 20)
+    source = torch.randn(1 << 30, device="cuda")
+    target = torch.empty_like(source)
+    copy, _ = timed(lambda: target.copy_(source), 10)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "tflops": round(2 * size**3 / product / 1e12, 1),
+        "copy_tb_s": round(2 * 4 * (1 << 30) / copy / 1e12, 2),
+    }
+
+
+# --- draftsmith -----------------------------------------------------------------------------------------------------
+
+
+def random_ends(config: DraftConfig) -> TargetEnds:
+    shape = (config.vocab_size, config.hidden_size)
+    embedding, head = (0.02 * torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return TargetEnds(embedding, head)
+
+
+def random_records(shape: Shape, lengths: Sequence[int], *, final_state: bool) -> list[Record]:
+    config = shape.config
+    widths = {TAPS: len(config.target_layer_ids) * config.hidden_size}
+    if final_state:
+        widths[FINAL_STATE] = config.hidden_size
+    return [
+        Record(
+            f"document-{number}",
+            torch.randint(config.vocab_size, (length,)),
+            torch.ones(length, dtype=torch.bool),
+            {name: torch.randn(length, width).bfloat16() for name, width in widths.items()},
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def micro_batch(shape: Shape, method: Any, rows: list[list[Record]], section: Any) -> MicroBatch:
+    packed = collate(rows, shape.tokens_per_row)
+    layout = method.block_layout(shape.config)
+    anchors = sample_anchors(
+        packed.loss_mask,
+        packed.document,
+        packed.sample_ids,
+        layout,
+        shape.anchors,
+        seed=0,
+        epoch=0,
+        visible_slots=method.visible_slots(section, shape.config.block_size),
+    )
+    tokens = (packed.input_ids, packed.loss_mask, packed.positions, packed.document)
+    blocks = build_blocks(*tokens, anchors, layout, shape.config.mask_token_id)
+    count = sum(len(record.input_ids) for row in rows for record in row)
+    return MicroBatch(packed, blocks, Work.of(count, packed.positions, blocks)).to(torch.device("cuda"))
+
+
+def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[[MicroBatch], None], Any, Any]:
+    """(a whole optimiser step on one micro-batch, the method, its section)."""
+    method = algorithm(name)
+    published = {} if method.architecture == "dflash" else method.published_head
+    section = method.section(algorithm=method.name, **published)
+    draft = Draft.from_config(shape.config).cuda()
+    loss = DraftLoss(
+        draft,
+        random_ends(shape.config),
+        method.objective(shape.config, section),
+        attention=AttentionBackend.FLEX,
+        autocast=torch.bfloat16,
+        recompute="checkpointing" in options,
+        compile_layers="eager" not in options,
+    )
+    loss.train()
+    parallel = Parallel(loss, "ddp", Accelerator(mixed_precision="no"))
+    updater = Updater(loss, parallel, TrainOptions())
+
+    def step(batch: MicroBatch) -> None:
+        updater.clear()
+        numerator, denominator, _ = parallel.forward(batch, 0.5)
+        numerator.backward()
+        updater.apply(numerator.detach().double(), denominator.double(), 1e-4)
+
+    return step, method, section
+
+
+def of_method(shape: Shape, options: Sequence[str]) -> tuple[Shape, str]:
+    names = [method.name for method in all_algorithms() if method.name in options]
+    name = names[0] if names else "dflash"
+    for option in options:
+        rows, found, tokens = option.partition("x")
+        if found and rows.isdigit() and tokens.isdigit():
+            shape = replace(shape, tokens_per_row=int(tokens))
+    return replace(shape, config=in_dimensions_of(shape.config, algorithm(name))), name
+
+
+def ours(options: Sequence[str]) -> dict[str, Any]:
+    shape, name = of_method(SHAPES[options[0]], options)
+    step, method, section = our_step(shape, name, options)
+    lengths = [shape.tokens] * shape.documents
+    records = random_records(shape, lengths, final_state=method.capture(shape.config).final_state)
+    rows = [[records[i] for i in row] for row in pack_rows(lengths, shape.tokens_per_row)]
+    batch = micro_batch(shape, method, rows, section)
+    found = measured(lambda: step(batch), 8 if shape.config.hidden_size > 1000 else 30, options)
+    flops = training_flops(shape.config, batch.work)
+    slots = batch.work.slots
+    return found | {
+        "tflop": round(flops / 1e12, 1),
+        "tflops": round(flops / found["ms"] / 1e9, 1),
+        "block_tokens_per_s": round(slots / found["ms"] * 1e3),
+        "context_tokens_per_s": round(batch.work.context / found["ms"] * 1e3),
+    }
+
+
+def packing(options: Sequence[str]) -> dict[str, Any]:
+    """Documents whose lengths are drawn like those of gsm8k's answers: mean 210 tokens, at most 448."""
+    base, _ = of_method(SHAPES[options[0]], options)
+    generator = torch.Generator().manual_seed(0)
+    drawn = 40 + torch.distributions.Gamma(4.0, 4.0 / 170.0).sample((64,)).long()  # type: ignore[no-untyped-call]
+    lengths = drawn.clamp(max=448).tolist()
+    del generator
+    found: dict[str, Any] = {"mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
+    for way in ("packed", "padded"):
+        per_row = 3072 if way == "packed" else max(lengths)
+        shape = replace(base, anchors=512, tokens_per_row=per_row)
+        step, method, section = our_step(shape, "dflash", options)
+        records = random_records(shape, lengths, final_state=False)
+        rows = pack_rows(lengths, per_row) if way == "packed" else [[i] for i in range(len(lengths))]
+        groups = [rows[i : i + 2] for i in range(0, len(rows), 2)] if way == "packed" else [rows[:32], rows[32:]]
+        batches = [micro_batch(shape, method, [[records[i] for i in row] for row in group], section) for group in groups]
+
+        def every(step: Callable[[MicroBatch], None] = step, batches: list[MicroBatch] = batches) -> None:
+            for batch in batches:
+                step(batch)
+
+        every()
+        _, wall = timed(every, 3, warmup=2)
+        found[f"{way}_documents_per_s"] = round(len(lengths) / wall, 1)
+        del step, batches, every
+        release()
+    found["ratio"] = round(found["packed_documents_per_s"] / found["padded_documents_per_s"], 2)
+    return found
+
+
+# --- SpecForge ------------------------------------------------------------------------------------------------------
+
+
+def theirs(options: Sequence[str]) -> dict[str, Any]:
+    from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
+    from specforge.modeling.draft.dflash import DFlashDraftModel
+    from specforge.optimizer import BF16Optimizer
+    from transformers import Qwen3Config
+
+    shape = SHAPES[options[0]]
+    config = shape.config
+    described = Qwen3Config(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope.as_parameters(),
+        layer_types=list(config.layer_types),
+        block_size=config.block_size,
+        num_target_layers=config.num_target_layers,
+        dflash_config={"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id},
+    )
+    described._attn_implementation = "flex_attention"
+    with torch.device("cuda"):
+        draft = DFlashDraftModel(described).to(torch.bfloat16)
+        head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=torch.bfloat16)
+        embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+    for frozen in (head, embedding):
+        frozen.weight.data.normal_(std=0.02)
+        frozen.requires_grad_(False)
+    if "checkpointing" in options:
+        draft.gradient_checkpointing_enable()
+    draft.train()
+    model = OnlineDFlashModel(
+        draft, head, embedding, config.mask_token_id, config.block_size, num_anchors=shape.anchors, loss_decay_gamma=7.0
+    )
+    optimizer: Any
+    if "plain" in options:
+        optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-4, fused=True)
+    else:
+        optimizer = BF16Optimizer(draft, lr=1e-4, max_grad_norm=1.0, total_steps=1000)
+    tokens = (shape.documents, shape.tokens)
+    input_ids = torch.randint(config.vocab_size, tokens, device="cuda")
+    width = len(config.target_layer_ids) * config.hidden_size
+    features = torch.randn(*tokens, width, device="cuda", dtype=torch.bfloat16)
+    loss_mask = torch.ones(tokens, device="cuda")
+
+    def step() -> None:
+        loss, _, _ = model(input_ids, features, loss_mask)
+        loss.backward()
+        optimizer.step()
+        if "plain" in options:
+            optimizer.zero_grad()
+
+    return measured(step, 6 if config.hidden_size > 1000 else 12, options)
+
+
+# --- the target -----------------------------------------------------------------------------------------------------
+
+
+def target(options: Sequence[str]) -> dict[str, Any]:
+    """The forward that an online step has besides the draft's: the target's layers up to its final state."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    shape = SHAPES[options[0]]
+    config = shape.config
+    family = LlamaConfig if config.hidden_size == SMOLLM2.hidden_size else Qwen3Config
+    described = family(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_target_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rope_parameters=config.rope.as_parameters(),
+    )
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    kept: dict[int, Tensor] = {}
+    for number in config.target_layer_ids:
+
+        def keep(module: Any, inputs: Any, output: Any, number: int = number) -> None:
+            kept[number] = output if isinstance(output, Tensor) else output[0]
+
+        model.model.layers[number].register_forward_hook(keep)
+    input_ids = torch.randint(config.vocab_size, (shape.documents, shape.tokens), device="cuda")
+
+    @torch.no_grad()
+    def step() -> None:
+        model.model(input_ids, use_cache=False)
+        torch.cat([kept[number] for number in config.target_layer_ids], dim=-1)
+
+    return measured(step, 8, options)
+
+
+# A part's failure must not cost the others.
+FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, LookupError, AssertionError)
+PARTS = {"rate": rate, "ours": ours, "theirs": theirs, "packing": packing, "target": target}
+
+
+def release() -> None:
+    torch._dynamo.reset()  # another shape is not to be compiled as a variant of this one
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main(parts: Sequence[str]) -> None:
+    for part in parts:
+        name, *options = part.split(":")
+        torch.manual_seed(0)
+        try:
+            print(json.dumps({"part": part, **PARTS[name](options)}), flush=True)
+        except FAILURES:
+            print(json.dumps({"part": part, "error": traceback.format_exc()[-3000:]}), flush=True)
+        sys.stderr.flush()
+        release()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
