@@ -6,8 +6,8 @@ from typing import Literal
 
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingOptions
-from draftsmith.decoding.state import FINISHED, INVALID_DRAFT, INVALID_TARGET, STOPPED
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.slot_state import FINISHED, INVALID_DRAFT, INVALID_TARGET, REPORT_HEADER, STOPPED
 
 
 class Answer:
@@ -70,11 +70,11 @@ class Answer:
     def read(self, report: list[int], *, verified: bool) -> None:
         """Takes in what a step did to the row: a line of `DecodingState.report`; verified: by a verify, and not by
         the prefill, which gives the first token."""
-        _, committed, flags = report[:3]
+        _, committed, flags = report[:REPORT_HEADER]
         if flags & (INVALID_TARGET | INVALID_DRAFT):
             self.fault = "target's logits" if flags & INVALID_TARGET else "draft's hidden states"
             return
-        self.token_ids += report[3 : 3 + committed]
+        self.token_ids += report[REPORT_HEADER : REPORT_HEADER + committed]
         if verified and committed:
             self.accept_lengths.append(committed)
         if flags & FINISHED:

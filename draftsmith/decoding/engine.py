@@ -22,11 +22,12 @@ from draftsmith.decoding.prefill import PrefillGroup, groups_of
 from draftsmith.decoding.reports import Reports
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingBounds
-from draftsmith.decoding.state import REPORT_HEADER, DecodingState
+from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.step import Drafting, Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.slot_state import REPORT_HEADER
 from draftsmith.targets.target import Target
 
 _FUSED_BLOCK_SIZE = 32
@@ -171,7 +172,9 @@ class Engine:
         slots, stepper = self._wanted_slots(), self.stepper
         bucket = self.options.context_bucket
         longest = max(answer.limit for answer in self._waiting)
-        # Whole buckets, so that somewhat longer rows still fit later.
+        while longest > 8 * bucket:
+            bucket *= 2
+        # Rounded up, so that somewhat longer rows still fit later.
         max_length = self.options.max_length or min(-(-longest // bucket) * bucket, self.target.max_position_embeddings)
         stops = max(8, *(len(answer.stop_token_ids) for answer in self._waiting))
         reserved = max_length + stepper.reach

@@ -33,6 +33,7 @@ class SlotPool:
     reserved: int
     occupants: list[Answer | None] = field(init=False)
     prefilling: set[int] = field(default_factory=set)
+    _views: dict[tuple[int, int], Slots] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.occupants = [None] * self.size
@@ -52,13 +53,18 @@ class SlotPool:
         return [slot for slot, answer in enumerate(self.occupants) if answer is None]
 
     def rows(self, begin: int, end: int) -> Slots:
-        """Slots begin .. end - 1."""
+        """Slots begin .. end - 1. The views of steps, which begin at 0, are made once: they are many small objects."""
+        if begin == 0 and (begin, end) in self._views:
+            return self._views[begin, end]
         cache = self.target_cache
-        return Slots(
+        slots = Slots(
             self.state.rows(begin, end),
             KeyValueCache([keys[begin:end] for keys in cache.keys], [values[begin:end] for values in cache.values]),
             None if self.context is None else self.context.rows(begin, end),
         )
+        if begin == 0:
+            self._views[begin, end] = slots
+        return slots
 
     def place(self, begin: int, answers: list[Answer]) -> None:
         """Puts rows into the slots from `begin` on, as they are before prefill: nothing is committed to them yet."""

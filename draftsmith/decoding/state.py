@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoding.sampling import RowSampling, SamplingBounds
-from draftsmith.decoding.verify import Verdict
-
-REPORT_HEADER = 3
-"""Numbers of a report before its tokens: the row's length, how many tokens the step committed, and the flags."""
-
-FINISHED, STOPPED, INVALID_TARGET, INVALID_DRAFT = 1, 2, 4, 8
-"""Flags of a report, added up."""
+from draftsmith.kernels import slot_state
+from draftsmith.kernels.slot_state import REPORT_HEADER
 
 
 @dataclass(frozen=True)
@@ -77,55 +72,42 @@ class DecodingState:
         """The same storage, seen for these slots only."""
         return DecodingState(**{field.name: getattr(self, field.name)[begin:end] for field in fields(self)})
 
-    @property
-    def anchor(self) -> Tensor:
-        """Position of the last committed token: [slots] int64."""
-        return self.length - 1
-
-    @property
-    def anchor_ids(self) -> Tensor:
-        """The last committed token: [slots] int64."""
-        return self.tokens.gather(1, self.anchor[:, None])[:, 0]
-
     def sampling(self, bounds: SamplingBounds) -> RowSampling:
         """Each row's sampling options."""
         return RowSampling(self.temperature, self.top_k, self.top_p, bounds)
 
-    def verify_positions(self, width: int, window: int) -> Tensor:
-        """Positions of the anchor and the width - 1 tokens after it: [slots, width] int64, all below `window`.
+    def open(self, *, width: int, block: int, filler: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What a step begins with, all int64: anchors [slots], the positions of the last tokens; ids [slots, block],
+        the last token and then `filler`; and the positions of the verify [slots, width], all below `window`.
 
         A token at the last position of the target's window decides nothing any more, so all that would lie beyond it
         is said to be there. Several tokens may then fall on that one position; whichever of them its cache entries
         come from, no query that counts sees them.
         """
-        steps = torch.arange(width, device=self.length.device)
-        return (self.anchor[:, None] + steps).clamp(max=window - 1)
+        return slot_state.open_step(self.tokens, self.length, width=width, block=block, filler=filler, window=window)
 
-    def commit(self, verdict: Verdict) -> Tensor:
-        """Appends what a verdict grants: at most up to the first stop token (kept) and to the limit; and reports it.
+    def mark_draft(self, hidden: Tensor) -> None:
+        """Marks rows whose states of the draft [slots, ...] are not finite."""
+        slot_state.mark_not_finite(hidden, self.finished, self.invalid_draft)
 
-        Returns the number of tokens committed, [slots] int64: 0 for finished rows, at least 1 for the others (unless
-        the verdict's count is 0).
+    def commit(self, token_ids: Tensor, count: Tensor | None, finite: Tensor, proposed: Tensor | None = None) -> None:
+        """Appends what a verify grants, up to the first stop token (kept) and to the limit, and reports it.
+
+        Arguments as in `kernels.slot_state.commit`.
         """
-        width = verdict.token_ids.shape[1]
-        index = torch.arange(width, device=self.length.device)
-        room = torch.minimum(verdict.count, self.limit - self.length)
-        is_stop_id = verdict.token_ids.unsqueeze(-1) == self.stop_ids[:, None]  # [slots, width, n]
-        counts = torch.arange(self.stop_ids.shape[1], device=self.length.device) < self.stop_count[:, None]
-        is_stop = (is_stop_id & counts[:, None]).any(-1) & (index < room[:, None])  # [slots, width]
-        before_stop = (is_stop.long().cumsum(-1) == 0).long().sum(-1)  # width when there is none
-        stops = is_stop.any(-1) & ~self.finished
-        committed = torch.minimum(room, before_stop + 1).masked_fill(self.finished, 0)
-
-        # Whole blocks are written; the length says what counts.
-        self.tokens.scatter_(1, self.length[:, None] + index, verdict.token_ids)
-        self.length.add_(committed)
-        self.stopped.logical_or_(stops)
-        invalid = self.invalid_target | self.invalid_draft
-        self.finished.logical_or_(self.stopped | (self.length >= self.limit) | invalid)
-
-        flags = FINISHED * self.finished.long() + STOPPED * self.stopped.long()
-        flags = flags + INVALID_TARGET * self.invalid_target.long() + INVALID_DRAFT * self.invalid_draft.long()
-        header = torch.stack((self.length, committed, flags), dim=1)
-        self.report[:, : REPORT_HEADER + width].copy_(torch.cat((header, verdict.token_ids), dim=1))
-        return committed
+        slot_state.commit(
+            token_ids,
+            count,
+            proposed,
+            finite,
+            tokens=self.tokens,
+            length=self.length,
+            limit=self.limit,
+            finished=self.finished,
+            stopped=self.stopped,
+            stop_ids=self.stop_ids,
+            stop_count=self.stop_count,
+            invalid_target=self.invalid_target,
+            invalid_draft=self.invalid_draft,
+            report=self.report,
+        )

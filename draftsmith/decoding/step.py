@@ -18,6 +18,7 @@ from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distributi
 from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
 from draftsmith.drafts.draft import Draft
+from draftsmith.targets.ends import Choice
 from draftsmith.targets.target import Target, TargetStates
 
 
@@ -47,16 +48,22 @@ class Stepper:
     def step(self, slots: Slots, extent: int, bounds: SamplingBounds) -> None:
         """One round for every slot, in place; slots without a row in work are computed along and nothing is committed
         to them. No row's anchor + `reach` exceeds `extent`."""
-        state = slots.state
-        sampling = state.sampling(bounds)
-        proposals = self._propose(slots, extent, sampling)
-        start = state.anchor
-        positions = state.verify_positions(self.width, self.target.max_position_embeddings)
-        ids = torch.cat((state.anchor_ids[:, None], proposals.token_ids), dim=1)  # [slots, w]
+        state, sampling = slots.state, slots.state.sampling(bounds)
+        window = self.target.max_position_embeddings
+        if self.drafting is None:
+            anchors, ids, positions = state.open(width=self.width, block=self.width, filler=0, window=window)
+            proposals = None
+        else:
+            config = self.drafting.draft.config
+            # Block ids: the anchor, then masks (methods.md section 4).
+            anchors, block, positions = state.open(
+                width=self.width, block=config.block_size, filler=config.mask_token_id, window=window
+            )
+            proposals = self._propose(self.drafting, slots, anchors, block, extent, sampling)
+            ids = torch.cat((block[:, :1], proposals.token_ids), dim=1)  # [slots, w]
         states = self._run_target(slots, ids, positions, extent, final_state=True)
-        verdict = self._verify(state, _present(states.final_state), proposals, sampling)
-        state.commit(verdict)
-        self._append_context(slots, states, start)
+        self._commit(state, _present(states.final_state), proposals, sampling)
+        self._append_context(slots, states, anchors)
 
     @torch.no_grad()
     def prefill(self, slots: Slots, begin: int, width: int, ending: Tensor | None, bounds: SamplingBounds) -> None:
@@ -74,28 +81,29 @@ class Stepper:
         if ending is None:
             return
         final = _present(states.final_state)
-        index = (state.anchor - begin).clamp(0, width - 1)
+        index = (state.length - 1 - begin).clamp(0, width - 1)
         last = final.gather(1, index.view(-1, 1, 1).expand(-1, 1, final.shape[-1]))  # [slots, 1, H]
         state.finished.logical_and_(~ending)
-        chosen = self._choose(state, last, state.sampling(bounds))
-        state.commit(Verdict(chosen, ending.long()))
+        choice = self._choose(state, last, state.sampling(bounds))
+        state.commit(choice.ids, ending.long(), choice.finite)
 
     # --- the parts of a step ------------------------------------------------------------------------------------------
 
-    def _propose(self, slots: Slots, extent: int, sampling: RowSampling) -> Proposals:
-        """The next tokens as the draft sees them; without a draft, filler of which nothing is proposed."""
-        state, drafting = slots.state, self.drafting
-        if drafting is None or slots.context is None:
-            filler = state.tokens.new_zeros(len(state.tokens), self.width - 1)
-            return Proposals(filler, count=torch.zeros_like(state.length))
-        config = drafting.draft.config
-        # Block ids: the anchor, then masks (methods.md section 4).
-        first = torch.arange(config.block_size, device=state.length.device) == 0
-        ids = torch.where(first, state.anchor_ids[:, None], config.mask_token_id)  # [slots, B]
-        embeddings = self.target.ends.embedding_rows(ids)
-        hidden = drafting.blocks.block(embeddings, state.anchor, slots.context, extent)  # [slots, B, H]
-        state.invalid_draft.logical_or_(~hidden.isfinite().flatten(1).all(-1) & ~state.finished)
-        return drafting.proposer.propose(hidden, state.anchor_ids, RowSampler(sampling, state.seeds, state.anchor))
+    def _propose(
+        self,
+        drafting: Drafting,
+        slots: Slots,
+        anchors: Tensor,
+        block: Tensor,
+        extent: int,
+        sampling: RowSampling,
+    ) -> Proposals:
+        """The next tokens as the draft sees them: anchors [slots], block [slots, B] ids."""
+        assert slots.context is not None
+        embeddings = self.target.ends.embedding_rows(block)
+        hidden = drafting.blocks.block(embeddings, anchors, slots.context, extent)  # [slots, B, H]
+        slots.state.mark_draft(hidden)
+        return drafting.proposer.propose(hidden, block[:, 0], RowSampler(sampling, slots.state.seeds, anchors))
 
     def _run_target(
         self, slots: Slots, ids: Tensor, positions: Tensor, extent: int, *, final_state: bool
@@ -109,49 +117,55 @@ class Stepper:
         if self.drafting is not None and slots.context is not None:
             self.drafting.blocks.append(_present(states.taps), start, slots.context)
 
-    def _mark_invalid(self, state: DecodingState, finite: Tensor) -> None:
-        """finite [slots, w]: whether the target's logits are."""
-        state.invalid_target.logical_or_(~finite.all(-1) & ~state.finished)
-
-    def _logits(self, state: DecodingState, final_state: Tensor) -> Tensor:
-        """final_state [slots, w, H] -> logits [slots, w, V]; rows whose logits are not finite are marked."""
-        logits = self.target.ends.project(final_state)
-        self._mark_invalid(state, logits.amax(-1).isfinite())
-        return logits
-
-    def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> Tensor:
-        """The target's own token at each position: final_state [slots, w, H] -> [slots, w].
+    def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> Choice:
+        """The target's own token at each position: final_state [slots, w, H] -> ids and finite [slots, w].
 
         Greedy rows take it from the same operation whether or not others draw, so that they get the same.
         """
-        if not sampling.bounds.some_greedy:
-            probabilities = distribution(self._logits(state, final_state), sampling)
-            return draw_token(probabilities, self._noise(state, final_state.shape[1])[0])
-        choice = self.target.ends.argmax(final_state)
-        self._mark_invalid(state, choice.finite)
         if sampling.greedy:
-            return choice.ids
-        probabilities = distribution(self._logits(state, final_state), sampling)
-        drawn = draw_token(probabilities, self._noise(state, final_state.shape[1])[0])
-        return torch.where(sampling.greedy_rows[:, None], choice.ids, drawn)
+            return self.target.ends.argmax(final_state)
+        logits = self.target.ends.project(final_state)  # [slots, w, V]
+        drawn = draw_token(distribution(logits, sampling), self._noise(state, logits.shape[1])[0])
+        finite = logits.amax(-1).isfinite()
+        if not sampling.bounds.some_greedy:
+            return Choice(drawn, finite)
+        greedy, choice = sampling.greedy_rows[:, None], self.target.ends.argmax(final_state)
+        return Choice(torch.where(greedy, choice.ids, drawn), torch.where(greedy, choice.finite, finite))
 
-    def _verify(
-        self, state: DecodingState, final_state: Tensor, proposals: Proposals, sampling: RowSampling
-    ) -> Verdict:
-        if sampling.greedy or proposals.q is None:
-            return verify_chosen(self._choose(state, final_state, sampling), proposals.token_ids, proposals.count)
-        logits = self._logits(state, final_state)  # [slots, w, V]
+    def _commit(
+        self, state: DecodingState, final_state: Tensor, proposals: Proposals | None, sampling: RowSampling
+    ) -> None:
+        """Verifies and commits: final_state [slots, w, H]; proposals None: the next token only."""
+        if proposals is None:
+            choice = self._choose(state, final_state, sampling)
+            count = None if self.width == 1 else torch.ones_like(state.length)
+            state.commit(choice.ids, count, choice.finite)
+        elif sampling.greedy or proposals.q is None:
+            # The rule of `verify_chosen`, which the commit holds in one launch with all the rest.
+            choice = self._choose(state, final_state, sampling)
+            state.commit(choice.ids, proposals.count, choice.finite, proposed=proposals.token_ids)
+        else:
+            verdict, finite = self._verify_sampled(state, final_state, proposals, proposals.q, sampling)
+            state.commit(verdict.token_ids, verdict.count, finite)
+
+    def _verify_sampled(
+        self, state: DecodingState, final_state: Tensor, proposals: Proposals, q: Tensor, sampling: RowSampling
+    ) -> tuple[Verdict, Tensor]:
+        """The verdict on proposals drawn from q [slots, P, V], and whether the logits were finite [slots, w]."""
+        logits = self.target.ends.project(final_state)  # [slots, w, V]
+        finite = logits.amax(-1).isfinite()
         uniform, accept_uniform = self._noise(state, self.width)
         p = distribution(logits, sampling)
-        drawn = verify_sampled(p, proposals.token_ids, proposals.q, proposals.count, uniform, accept_uniform)
+        drawn = verify_sampled(p, proposals.token_ids, q, proposals.count, uniform, accept_uniform)
         if not sampling.bounds.some_greedy:
-            return drawn
-        chosen = verify_chosen(self.target.ends.argmax(final_state).ids, proposals.token_ids, proposals.count)
-        greedy = sampling.greedy_rows
-        return Verdict(
+            return drawn, finite
+        greedy, choice = sampling.greedy_rows, self.target.ends.argmax(final_state)
+        chosen = verify_chosen(choice.ids, proposals.token_ids, proposals.count)
+        verdict = Verdict(
             torch.where(greedy[:, None], chosen.token_ids, drawn.token_ids),
             torch.where(greedy, chosen.count, drawn.count),
         )
+        return verdict, torch.where(greedy[:, None], choice.finite, finite)
 
     def _noise(self, state: DecodingState, width: int) -> tuple[Tensor, Tensor]:
         """The numbers of the next `width` output positions, [slots, width] fp64 each (`Stream.TOKEN`)."""

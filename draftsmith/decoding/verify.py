@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoding.sampling import draw_token
+from draftsmith.kernels.slot_state import prefix_length
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def verify_chosen(chosen: Tensor, proposed: Tensor, proposed_count: Tensor | Non
     beyond it, with noise that belongs to the position, the output is the very one of plain sampling with the same
     seed.
     """
-    accepted = _prefix_length(chosen[:, :-1] == proposed, proposed_count)
+    accepted = prefix_length(chosen[:, :-1] == proposed, proposed_count)
     return Verdict(chosen, accepted + 1)
 
 
@@ -52,7 +53,7 @@ def verify_sampled(
     p_sum, q_sum = p.sum(-1, dtype=torch.float64), q.sum(-1, dtype=torch.float64)
     p_of = p[:, :proposals].gather(-1, proposed.unsqueeze(-1)).squeeze(-1) / p_sum[:, :proposals]  # [batch, P]
     q_of = q.gather(-1, proposed.unsqueeze(-1)).squeeze(-1) / q_sum
-    accepted = _prefix_length(accept_uniform[:, :proposals] * q_of < p_of, proposed_count)
+    accepted = prefix_length(accept_uniform[:, :proposals] * q_of < p_of, proposed_count)
 
     count = torch.full_like(accepted, proposals) if proposed_count is None else proposed_count.clamp(max=proposals)
     rejected = accepted < count
@@ -66,14 +67,6 @@ def verify_sampled(
 
     token_ids = torch.cat((proposed, proposed[:, :1]), dim=1)  # [batch, P + 1]
     return Verdict(token_ids.scatter(1, accepted[:, None], last[:, None]), accepted + 1)
-
-
-def _prefix_length(accepted: Tensor, proposed_count: Tensor | None) -> Tensor:
-    """Leading True entries of accepted [batch, P], at most proposed_count -> [batch] int64."""
-    if proposed_count is not None:
-        slots = torch.arange(accepted.shape[1], device=accepted.device)
-        accepted = accepted & (slots < proposed_count[:, None])
-    return accepted.long().cumprod(-1).sum(-1)
 
 
 def _at(weights: Tensor, sums: Tensor, index: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from draftsmith.decoding.pool import SlotPool
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.decoding.state import DecodingState
-from draftsmith.decoding.verify import Verdict
 from draftsmith.targets.cache import KeyValueCache
 
 WIDTH = 4
@@ -31,11 +30,13 @@ class Rows:
         return self.pool.state
 
     def commit(self, tokens: list[list[int]], counts: list[int]) -> list[int]:
-        committed = self.state.commit(Verdict(torch.tensor(tokens), torch.tensor(counts)))
-        for answer, line in zip(self.answers, self.state.report.tolist(), strict=True):
+        ids = torch.tensor(tokens)
+        self.state.commit(ids, torch.tensor(counts), torch.ones_like(ids, dtype=torch.bool))
+        lines = self.state.report.tolist()
+        for answer, line in zip(self.answers, lines, strict=True):
             if not answer.finished:
                 answer.read(line, verified=True)
-        return committed.tolist()
+        return [line[1] for line in lines]
 
     def committed(self) -> list[list[int]]:
         """The tokens on the device, which must be those that the host knows."""
@@ -110,7 +111,10 @@ def test_finished_rows_do_not_change() -> None:
 def test_verify_positions_stay_in_the_window() -> None:
     rows = Rows([[1, 2, 3], [1]], 6, [], window=5)
     rows.commit([[4, 5, 6, 7], [4, 5, 6, 7]], [1, 1])
-    assert rows.state.verify_positions(WIDTH, 5).tolist() == [[3, 4, 4, 4], [1, 2, 3, 4]]
+    anchors, ids, positions = rows.state.open(width=WIDTH, block=3, filler=50, window=5)
+    assert positions.tolist() == [[3, 4, 4, 4], [1, 2, 3, 4]]
+    assert anchors.tolist() == [3, 1]
+    assert ids.tolist() == [[4, 50, 50], [4, 50, 50]]
 
 
 def test_a_slot_forgets_the_row_before() -> None:

@@ -253,7 +253,7 @@ def test_states_of_a_block_equal_the_training_forward_at_the_same_anchor(
         def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: Any) -> Any:
             assert engine.pool is not None
             slots = [slots_of[prompt] for prompt in range(len(prompts))]
-            seen.append((engine.pool.state.anchor[slots].tolist(), hidden[slots]))
+            seen.append(((engine.pool.state.length - 1)[slots].tolist(), hidden[slots]))
             return method.propose(hidden, anchor_ids, sampler)
 
     engine = Engine(target, draft)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from draftsmith.kernels import slot_state, slot_state_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SLOTS, LENGTH, VOCABULARY = 13, 40, 6
+SLOTS, LENGTH, VOCABULARY = 9, 40, 6
 
 
 def random_state(width: int, seed: int) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def random_state(width: int, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["plain", "counted", "granted", "proposed", "proposed, counted"])
 def test_commit(width: int, kind: str) -> None:
     seen = set()
-    for seed in range(4):
+    for seed in range(2):
         generator = torch.Generator().manual_seed(100 + seed)
         ids = torch.randint(VOCABULARY, (SLOTS, width), generator=generator)
         proposed = torch.where(torch.rand(SLOTS, width - 1, generator=generator) < 0.8, ids[:, :-1], 0).to(DEVICE)
