@@ -7,7 +7,11 @@ step graph (propose, verify, commit, append); random weights accept next to noth
 on what is accepted. The floor is what a cycle must read, once, over the bandwidth measured by a large copy. Prints one
 JSON line a measurement; times are medians in milliseconds.
 
-`cycles`, `plain`: the step graph by batch and context. `steady`: the engine as it is used, host included, with the
+`trained` (with --target, --draft and --prompts): a real target with a trained draft, prompt after prompt at batch 1,
+speculative against plain decoding, both on graphs; and whether both give the same tokens when the plain decoder runs at
+the verify width.
+
+`cycles`, `plain`: the step graph by batch and context; `plain16` the target's pass at the verify width. `steady`: the engine as it is used, host included, with the
 device's idle share from a profile. `memory`: peak over weights and caches at batch 8. `zlab`: the package `dflash`,
 which must be installed, on the same weights.
 """
@@ -25,11 +29,12 @@ import torch
 from torch.profiler import ProfilerActivity
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from draftsmith.data.prompts import read_prompts
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.pool import SlotPool
-from draftsmith.decoding.request import Request
+from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
@@ -198,8 +203,68 @@ def profile(run: Callable[[], object], steps: int, rows: int) -> tuple[float, st
     return 1.0 - busy / (spans[-1][1] - spans[0][0]), table
 
 
+def trained(arguments: argparse.Namespace) -> None:
+    """Tokens a second of a trained draft against plain decoding, over the first prompts of a file."""
+    target = Target.load(arguments.target, dtype="bfloat16", device="cuda")
+    draft = Draft.load(arguments.draft, dtype="bfloat16", device="cuda").eval()
+    prompts = []
+    for prompt in read_prompts(arguments.prompts)[: arguments.limit]:
+        turn = [{"role": "user", "content": prompt.turns[0]}]
+        ids = target.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        prompts.append([int(token) for token in ids])
+    longest = max(len(prompt) for prompt in prompts) + arguments.new
+    size = dict(slots=1, max_length=longest)
+    speculative = Engine(target, draft, EngineOptions(**size))
+    width = speculative.stepper.width
+    engines = {
+        "plain": Engine(target, None, EngineOptions(**size)),
+        "speculative": speculative,
+        "plain at the verify width": Engine(target, None, EngineOptions(**size, verify_width=width)),
+        "speculative, eager": Engine(target, draft, EngineOptions(**size, graphs="off")),
+    }
+    found: dict[str, list[Generation]] = {}
+    speeds: dict[str, float] = {}
+    for name, engine in engines.items():
+        some = prompts[: arguments.limit // 4] if "eager" in name else prompts
+        for prompt in (min(prompts, key=len), max(prompts, key=len)):  # captures
+            engine.decode(_request(prompt, arguments.new))
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        found[name] = [engine.decode(_request(prompt, arguments.new))[0] for prompt in some]
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        speeds[name] = sum(len(row.token_ids) for row in found[name]) / seconds
+    lengths = [length for row in found["speculative"] for length in row.accept_lengths]
+
+    def same(first: str, second: str) -> float:
+        pairs = zip(found[first], found[second], strict=False)
+        return statistics.mean(a.token_ids == b.token_ids for a, b in pairs)
+
+    say(
+        part="trained", prompts=len(prompts), new_tokens=arguments.new,
+        accept_length=round(statistics.mean(lengths), 3),
+        tokens_per_second={name: round(speed, 1) for name, speed in speeds.items()},
+        speculative_over_plain=round(speeds["speculative"] / speeds["plain"], 3),
+        same_as_plain_at_the_verify_width=same("speculative", "plain at the verify width"),
+        same_as_plain=same("speculative", "plain"), same_as_eager=same("speculative", "speculative, eager"),
+    )  # fmt: skip
+    for name in ("plain", "speculative"):
+        engine = engines[name]
+        engine.submit(_request(prompts[0], arguments.new))
+        for _ in range(4):
+            engine.step()
+        idle, table = profile(engine.step, 20, arguments.kernels)
+        say(part=f"trained profile, {name}", idle=round(idle, 4))
+        print(table, flush=True)
+
+
+def _request(prompt: list[int], new: int) -> Request:
+    return Request.of([prompt], max_new_tokens=new, sampling=SamplingOptions(), seed=0)
+
+
 class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.layers = arguments.layers
         self.grid = [(batch, context) for batch in arguments.batches for context in arguments.contexts]
         self.rows = arguments.kernels
@@ -261,6 +326,9 @@ class Bench:
             idle, _ = profile(engine.step, 10, 1)
             say(part="steady", drafted=drafted, batch=batch, context=context, ms=round(wall, 4), idle=round(idle, 4))
 
+    def trained(self) -> None:
+        trained(self.arguments)
+
     def memory(self) -> None:
         """Peak over weights and caches: prefill of 2,048 tokens and steps, at batch 8."""
         torch.cuda.empty_cache()
@@ -317,18 +385,26 @@ class Bench:
         say(part="zlab", context=512, cycles=cycles, ms_per_cycle=round(total / cycles * 1e3, 2))
 
 
-PARTS = ("cycles", "plain", "plain16", "steady", "memory", "zlab")
+PARTS = ("cycles", "plain", "plain16", "steady", "memory", "zlab", "trained")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", default=list(PARTS[:-1]), help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048, 4096])
     parser.add_argument("--kernels", type=int, default=15, help="kernels of a profile to print")
+    parser.add_argument("--target", help="trained: directory, hub id or GGUF file of the target")
+    parser.add_argument("--draft", help="trained: directory of its draft")
+    parser.add_argument("--prompts", help="trained: JSONL of prompts")
+    parser.add_argument("--limit", type=int, default=24, help="trained: prompts")
+    parser.add_argument("--new", type=int, default=200, help="trained: new tokens a prompt")
     parser.add_argument("--no-fuse", dest="fuse", action="store_false", help="the target's own modules")
     arguments = parser.parse_args()
+    if arguments.parts == ["trained"]:
+        trained(arguments)
+        return 0
     bench, failed = Bench(arguments), False
     for part in arguments.parts:
         begin = time.perf_counter()

@@ -1,6 +1,6 @@
 """The typed options of the engine."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,7 +30,7 @@ class EngineOptions(BaseModel):
     graphs: Literal["auto", "on", "off"] = "auto"
     max_graphs: int = Field(default=16, ge=1)
     slots: int | None = Field(default=None, ge=1)
-    batch_buckets: tuple[int, ...] | None = Field(default=None, min_length=1)
+    batch_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
     max_length: int | None = Field(default=None, ge=2)
     steps_ahead: int | None = Field(default=None, ge=0, le=8)
     prefill_chunk: int = Field(default=512, ge=1)
