@@ -7,13 +7,11 @@ step graph (propose, verify, commit, append); random weights accept next to noth
 on what is accepted. The floor is what a cycle must read, once, over the bandwidth measured by a large copy. Prints one
 JSON line a measurement; times are medians in milliseconds.
 
-`trained` (with --target, --draft and --prompts): a real target with a trained draft, prompt after prompt at batch 1,
-speculative against plain decoding, both on graphs; and whether both give the same tokens when the plain decoder runs at
-the verify width.
-
-`cycles`, `plain`: the step graph by batch and context; `plain16` the target's pass at the verify width. `steady`: the engine as it is used, host included, with the
-device's idle share from a profile. `memory`: peak over weights and caches at batch 8. `zlab`: the package `dflash`,
-which must be installed, on the same weights.
+`cycles`, `plain`: the step graph by batch and context; `plain16`: the target's pass at the verify width. `steady`: the
+engine as it is used, host included, with the device's idle share from a profile. `memory`: peak over weights and caches
+at batch 8. `zlab`: the package `dflash`, which must be installed, on the same weights. `trained` (with --target, --draft
+and --prompts): a real target with a trained draft, prompt after prompt at batch 1, speculative against plain decoding,
+both on graphs; and whether both give the same tokens when the plain decoder runs at the verify width.
 """
 
 import argparse
