@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.bench.figures import figures
-from draftsmith.bench.page import estimate, summary_rows
+from draftsmith.bench.headline import estimate, summary_rows
 from draftsmith.bench.records import BenchReport
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Progress

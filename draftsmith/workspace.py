@@ -15,8 +15,8 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import figures
+from draftsmith.bench.headline import summary_rows
 from draftsmith.bench.measure import bench, write_report
-from draftsmith.bench.page import summary_rows
 from draftsmith.bench.records import BenchReport, read_report
 from draftsmith.blocks.accept import counted_verifies
 from draftsmith.capture.backends import BACKENDS

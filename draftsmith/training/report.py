@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.page import Curve, fact_table, line_chart, page
+from draftsmith.page.charts import Curve, line_chart
+from draftsmith.page.document import fact_table, figure, page
 from draftsmith.training.record import RunRecord
 from draftsmith.training.tracking import METRICS_FILE
 
@@ -31,15 +32,23 @@ def write_run_report(run_dir: Path, record: RunRecord, outcome: list[tuple[str, 
         stem = name.split(" label ")[0]
         if name not in drawn:
             charts[stem] = (*charts.get(stem, ()), name)
-    parts = [fact_table(outcome)]
+    figures = []
     for title, names in charts.items():
         found = {name: curves[name] for name in names if name in curves}
         if found:
-            parts.append(f"<h2>{title}</h2>{line_chart(found, 'step')}")
-    for title, section in (("draft", record.draft_section), ("train", record.options)):
-        parts.append(f"<h2>{title}</h2>" + fact_table([(name, str(value)) for name, value in section.items()]))
+            figures.append(figure(line_chart(found, "step"), title=title))
+    parts = [
+        f'<div class="card">{fact_table(outcome)}</div>',
+        "<h2>Curves</h2>",
+        f'<div class="pair">{"".join(figures)}</div>',
+    ]
+    for title, section in (("Draft", record.draft_section), ("Training", record.options)):
+        rows = fact_table([(name, str(value)) for name, value in section.items()])
+        parts.append(f'<h2>{title}</h2><div class="card">{rows}</div>')
     path = run_dir / REPORT_FILE
-    path.write_text(page(f"draftsmith train: {run_dir.resolve().name}", "\n".join(parts)), encoding="utf-8")
+    head = f"{record.draft_section['algorithm']} for {record.target['source']}"
+    text = page(f"Training: {run_dir.resolve().name}", "\n".join(parts), head)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -3,7 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from draftsmith.page import HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_chart
+from draftsmith.page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_chart
 from draftsmith.training.report import curves_of
 from draftsmith.training.run import train
 from tests.training.counting import QUIET, options, section
@@ -39,7 +39,7 @@ def test_curves_are_drawn_where_their_numbers_are():
     svg = ElementTree.fromstring(chart[: chart.index("</svg>") + len("</svg>")])
     (line,) = svg.findall("polyline")
     points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
-    assert points[0] == pytest.approx((LEFT, HEIGHT - 32), abs=0.1)
+    assert points[0] == pytest.approx((LEFT, HEIGHT - BOTTOM), abs=0.1)
     assert points[1] == pytest.approx(((LEFT + WIDTH - RIGHT) / 2, TOP), abs=0.1)
     assert points[2][0] == pytest.approx(WIDTH - RIGHT, abs=0.1)
     assert line_chart({"empty": []}, "step") == "<p>nothing was logged</p>"

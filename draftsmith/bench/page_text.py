@@ -1,0 +1,62 @@
+"""Generated text, every token shaded by how it came."""
+
+from html import escape
+
+from draftsmith.bench.records import ShownText, ShownToken
+from draftsmith.page.style import SHADES
+
+LEGEND = (
+    '<p class="dim">Each token is shaded by how it came; point at one for its slot and chances. A run of shaded tokens '
+    "and the one after it were committed by a single verify.</p>"
+    '<p class="tokens legend"><i class="a1">accepted, slot 1</i> <i class="a4">slot 4</i> '
+    '<i class="a8">slot 8 and later</i> <i class="c">corrected by the target</i> '
+    '<i class="b">bonus after a whole block</i> <i class="p">first token</i></p>'
+)
+
+_HOW = {
+    "prefill": "first token: the prompt's own pass",
+    "accepted": "drafted and accepted",
+    "corrected": "corrected by the target",
+    "bonus": "bonus: the whole block was accepted",
+}
+_MARKS = {"prefill": "p", "corrected": "c", "bonus": "b"}
+
+
+def render_text(text: ShownText, unfolded: bool) -> str:
+    """One answer, to be unfolded."""
+    verifies = sum(token.came in ("corrected", "bonus") for token in text.tokens)
+    drafted = sum(token.came == "accepted" for token in text.tokens)
+    turn = f", turn {text.turn + 1}" if text.turn else ""
+    kind = f"{text.category}, " if text.category else ""
+    about = f"{kind}{len(text.tokens)} tokens, {drafted} of them drafted"
+    about += f", {(drafted + verifies) / verifies:.2f} a verify" if verifies else ""
+    return (
+        f"<details{' open' if unfolded else ''}><summary>{escape(text.decoder)} · {escape(text.prompt + turn)} "
+        f'<span class="dim">{escape(about)}</span></summary><p class="question">{escape(text.question)}</p>'
+        f'<p class="tokens">{"".join(_token(token) for token in text.tokens)}</p></details>'
+    )
+
+
+def _token(token: ShownToken) -> str:
+    kind = _MARKS.get(token.came) or f"a{min(token.slot, SHADES)}"
+    # A line break inside a mark would stretch it over the rest of the line.
+    body = token.text.rstrip("\n")
+    breaks = "\n" * (len(token.text) - len(body))
+    shown = escape(body) or ("⏎" if breaks else "·")
+    return f'<i class="{kind}" data-tip="{escape(_tip(token))}">{shown}</i>{breaks}'
+
+
+def _tip(token: ShownToken) -> str:
+    lines = [_HOW[token.came] + (f", slot {token.slot}" if token.came in ("accepted", "corrected") else "")]
+    if token.target is not None:
+        lines.append(f"target gave it {_chance(token.target)}")
+    if token.draft is not None:
+        lines.append(f"draft gave it {_chance(token.draft)}")
+    if token.instead is not None:
+        sure = "" if token.instead_chance is None else f" ({_chance(token.instead_chance)})"
+        lines.append(f"draft had said {token.instead!r}{sure}")
+    return "\n".join(lines)
+
+
+def _chance(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.01 else f"{value:.1%}"

@@ -1,0 +1,1 @@
+"""Pages that need nothing else: inline style and SVG, no scripts, no network."""
