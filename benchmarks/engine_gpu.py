@@ -9,7 +9,7 @@ JSON line a measurement; times are medians in milliseconds.
 
 `cycles`, `plain`: the step graph by batch and context; `plain16`: the target's pass at the verify width. `steady`: the
 engine as it is used, host included, with the device's idle share from a profile. `memory`: peak over weights and caches
-at batch 8. `zlab`: the package `dflash`, which must be installed, on the same weights. `trained` (with --target, --draft
+at batch 8. `zlab`: the package `dflash`, which must be there, on the same weights. `trained` (with --target, --draft
 and --prompts): a real target with a trained draft, prompt after prompt at batch 1, speculative against plain decoding,
 both on graphs; and whether both give the same tokens when the plain decoder runs at the verify width.
 """
