@@ -14,6 +14,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from draftsmith.targets.target import Target
@@ -26,6 +28,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
@@ -41,6 +44,7 @@ def tiny_model(
 ) -> Any:
     """A random Hugging Face causal LM.
 
+    kind: one of `KINDS`, or "qwen3_moe", whose second layer has no experts.
     Mistral has a sliding window of 8 on every layer; Gemma 3 has one on every other layer, and soft-capped logits.
     Weights are larger than a fresh model's, and norms are not all ones, so that attention and norms matter.
     """
@@ -64,6 +68,9 @@ def tiny_model(
         del fields["head_dim"]
     if kind == "mistral":
         fields["sliding_window"] = 8
+    if kind == "qwen3_moe":
+        fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+        fields |= {"mlp_only_layers": [1]}
     if kind == "gemma3":
         kinds = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
         fields |= {"sliding_window": 8, "layer_types": kinds}

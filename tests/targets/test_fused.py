@@ -1,12 +1,12 @@
 """The fused decoder: the model's own results, with its weights in its own hands, on plain operations and on kernels."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
@@ -20,25 +20,15 @@ OVERRIDES = {
 }
 
 
-def _moe() -> Target:
-    torch.manual_seed(2)
-    config = Qwen3MoeConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=6, num_experts_per_tok=2,
-        mlp_only_layers=[1], initializer_range=0.2, max_position_embeddings=512,
-    )  # fmt: skip
-    return Target.from_model(Qwen3MoeForCausalLM(config))
-
-
 def _target(kind: str, **overrides) -> Target:
-    return _moe() if kind == "qwen3_moe" else tiny_target(kind, **{**OVERRIDES.get(kind, {}), **overrides})
+    return tiny_target(kind, **{**OVERRIDES.get(kind, {}), **overrides})
 
 
 def _run(target: Target, ids: Tensor, edges: tuple[int, ...] = (0, 13, 14, 19, 24)) -> tuple[Tensor, Tensor, list]:
     """Final states, taps and cache of three rows that run in pieces, each row at its own offset from the second on."""
     cache = target.new_cache(3, 40)
     finals, taps = [], []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         positions = torch.arange(low, high).repeat(3, 1)
         states = target.forward(ids[:, low:high], positions, tap_ids=(2, 0), cache=cache.view(high))
         finals.append(states.final_state)
