@@ -1,6 +1,8 @@
 """The fused target on a device: the model's own states, graphs without host synchronisation, and the same bits for a
 token from any slot, beside any neighbours and in any context bucket."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ def _target(kind, dtype=torch.bfloat16, fused=True):
 def _run(target, ids, edges=(0, 60, 61, 77), cache=None):
     cache = cache or target.new_cache(len(ids), 100)
     states = []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in itertools.pairwise(edges):
         positions = torch.arange(low, high, device="cuda").repeat(len(ids), 1)
         states.append(target.forward(ids[:, low:high], positions, tap_ids=(0, 3), cache=cache.view(high)))
     return torch.cat([s.final_state for s in states], 1), torch.cat([s.taps for s in states], 1)
