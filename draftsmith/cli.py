@@ -39,6 +39,7 @@ DraftOption = Annotated[
     Path | None,
     typer.Option("--draft", help="A draft directory. Left out: the one that `export` wrote."),
 ]
+TunedOption = Annotated[Path | None, typer.Option("--tuned", help="Decode with the settings that `tune` wrote.")]
 
 
 @app.command()
@@ -223,6 +224,7 @@ def generate(
         typer.Option("--prompt", "-p", help="What to ask; may be repeated. Left out: standard input."),
     ] = None,
     draft: DraftOption = None,
+    tuned: TunedOption = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without a draft.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
@@ -239,6 +241,7 @@ def generate(
         workspace.generate(
             texts,
             draft=draft,
+            tuned=tuned,
             plain=plain,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -256,6 +259,7 @@ def bench(
         list[Path] | None,
         typer.Option("--draft", help="A draft directory; may be repeated. Left out: the one that `export` wrote."),
     ] = None,
+    tuned: TunedOption = None,
     fresh: FreshOption = False,
 ) -> None:
     """Measures drafts: accept length, speed against plain decoding, and that the output is the same.
@@ -265,7 +269,53 @@ def bench(
     Example: `draftsmith bench my.yaml --draft a --draft b bench.prompts=questions.jsonl bench.batch_size=[1,8]`
     """
     with _workspace(recipe, overrides) as workspace:
-        workspace.bench(drafts=draft or (), fresh=fresh)
+        workspace.bench(drafts=draft or (), tuned=tuned, fresh=fresh)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="The `bench.json` to compare with.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="The `bench.json` to compare.")],
+    first_draft: Annotated[
+        str | None, typer.Option("--first", help="The draft of A to compare, where A measures several.")
+    ] = None,
+    second_draft: Annotated[
+        str | None, typer.Option("--second", help="The draft of B to compare, where B measures several.")
+    ] = None,
+) -> None:
+    """Holds two benchmarks against each other, prompt by prompt, and says when a difference is noise.
+
+    Example: `draftsmith compare runs/a/bench.json runs/b/bench.json`
+    """
+    with _reporting(None):
+        from draftsmith.bench.compare import compare as compare_reports
+        from draftsmith.bench.records import read_report
+        from draftsmith.inspect import comparison_table
+
+        found = compare_reports(read_report(first), read_report(second), first_draft, second_draft)
+        Console().print(comparison_table(found))
+
+
+@app.command()
+def tune(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    draft: DraftOption = None,
+    block_size: Annotated[
+        list[int] | None,
+        typer.Option("--block-size", help="A block size to try; may be repeated. Left out: the trained one and parts."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write. Left out: `RUN/tuned.json`.")] = None,
+) -> None:
+    """Finds the block size, number of proposals and threshold that decode fastest on this machine.
+
+    Answers `bench.prompts` at the first `bench.batch_size`, records what would be accepted at every token, measures
+    what a cycle costs, and writes the best settings for `generate --tuned` and `bench --tuned`.
+
+    Example: `draftsmith tune my.yaml bench.prompts=questions.jsonl bench.limit=16 bench.batch_size=4`
+    """
+    with _workspace(recipe, overrides) as workspace:
+        workspace.tune(draft=draft, block_sizes=block_size, out=out)
 
 
 @app.command()

@@ -13,6 +13,8 @@ from transformers import AutoTokenizer
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
+from draftsmith.bench.compare import Comparisons
+from draftsmith.bench.headline import estimate
 from draftsmith.capture.plan import readable_bytes
 from draftsmith.data.chat import tokenizer_fingerprint
 from draftsmith.drafts.config import DraftConfig
@@ -224,3 +226,18 @@ def recipe_draft(recipe: Recipe) -> DraftConfig:
     source = recipe.draft.init_from
     checkpoint = None if source is None else read_warm_start(source).config
     return draft_config(recipe.draft, TargetDescription.load(recipe.target), checkpoint)
+
+
+def comparison_table(found: Comparisons) -> RenderableType:
+    """Two drafts' figures side by side, with the change and what may be said of it."""
+    table = Table(title=f"{found.second} against {found.first}", title_justify="left")
+    for column in ("figure", "batch"):
+        table.add_column(column)
+    for column in ("A", "B", "change (95 %)", "pairs"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for row in found.rows:
+        change = estimate(row.change, 2, "" if row.neutral == 0 else "x")
+        pairs = (f"{row.first:,.2f}", f"{row.second:,.2f}", change, str(row.units))
+        table.add_row(row.figure, str(row.batch_size), *pairs, row.verdict)
+    return Group(table, *(f"note: {note}" for note in found.notes))

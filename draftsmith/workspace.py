@@ -18,6 +18,7 @@ from draftsmith.bench.figures import figures
 from draftsmith.bench.headline import summary_rows
 from draftsmith.bench.measure import bench, write_report
 from draftsmith.bench.records import BenchReport, read_report
+from draftsmith.bench.tune import tune
 from draftsmith.blocks.accept import counted_verifies
 from draftsmith.capture.backends import BACKENDS
 from draftsmith.capture.hf import HfBackend
@@ -31,6 +32,7 @@ from draftsmith.data.prompts import find_prompts
 from draftsmith.data.sample import Sample
 from draftsmith.data.tokenize import tokenize_all
 from draftsmith.decoding.generate import Generation, generate
+from draftsmith.decoding.tuning import Tuning
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.evaluate import by_generating
@@ -315,17 +317,22 @@ class Workspace:
         options = recipe.export if layout is None else recipe.export.model_copy(update={"layout": layout})
         export_directory(recipe.run, options, out, say=self.say, target=recipe.target)
 
-    def bench(self, *, drafts: Sequence[Path] = (), fresh: bool = False) -> BenchReport:
+    def bench(self, *, drafts: Sequence[Path] = (), tuned: Path | None = None, fresh: bool = False) -> BenchReport:
         """Accept length, speed and equality of drafts on `bench.prompts` -> `bench.json`, `bench.jsonl`, `bench.html`.
 
-        drafts: draft directories; none: the one that `export` wrote.
+        drafts: draft directories; none: the one that `export` wrote. tuned: a file of `tune`, for a single draft.
         """
         recipe = self.recipe
         directories = list(drafts) or [recipe.draft_directory]
-        entries = [
-            DraftEntry(name, self.load_draft(directory if drafts else None), directory)
-            for name, directory in zip(draft_names(directories), directories, strict=True)
-        ]
+        tuning = None if tuned is None else Tuning.read(tuned)
+        if tuning is not None and len(directories) > 1:
+            raise DraftsmithError(f"--tuned {tuned} is for one draft, and {len(directories)} are to be measured")
+        entries = []
+        for name, directory in zip(draft_names(directories), directories, strict=True):
+            loaded, options = self.load_draft(directory if drafts else None), None
+            if tuning is not None:
+                loaded, options = tuning.apply(loaded, recipe.bench.engine)
+            entries.append(DraftEntry(name, loaded, directory, options))
         prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
 
         def work() -> None:
@@ -342,6 +349,7 @@ class Workspace:
 
         settings = {
             "drafts": {entry.name: directory_fingerprint(d) for entry, d in zip(entries, directories, strict=True)},
+            "tuned": None if tuning is None else tuning.model_dump(mode="json"),
             "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
             **self._settings("target", "bench"),
             "data": self._template_settings(),
@@ -353,14 +361,42 @@ class Workspace:
         self.say(f"bench: {recipe.bench_json}, {recipe.bench_lines}, {recipe.bench_page}")
         return report
 
-    def generate(self, texts: Sequence[str], *, draft: Path | None, plain: bool, **sampling: Any) -> list[Generation]:
+    def tune(
+        self, *, draft: Path | None = None, block_sizes: Sequence[int] | None = None, out: Path | None = None
+    ) -> Tuning:
+        """The fastest settings for a draft on `bench.prompts` -> `tuned.json`, or `out`."""
+        recipe = self.recipe
+        prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
+        tuning = tune(
+            self.target,
+            self.load_draft(draft),
+            [self._chat.prompt_ids(prompt, 0, []) for prompt in prompts],
+            recipe.bench,
+            stop_token_ids=self.stop_ids,
+            block_sizes=block_sizes,
+            progress=self.progress,
+            say=lambda line: self.say(f"tune: {line}"),
+        )
+        path = out or recipe.tuned
+        tuning.write(path)
+        self.say(f"tune: the first of these stands in {path}; use it with --tuned {path}")
+        return tuning
+
+    def generate(
+        self, texts: Sequence[str], *, draft: Path | None, plain: bool, tuned: Path | None = None, **sampling: Any
+    ) -> list[Generation]:
         """Answers to `texts`, printed one after the other; `sampling` as for `draftsmith.generate`."""
+        if plain and tuned is not None:
+            raise DraftsmithError(f"--tuned {tuned} is about a draft, and --plain decodes without one; leave one out")
         loaded = None if plain else self.load_draft(draft)
+        options = None
+        if tuned is not None and loaded is not None:
+            loaded, options = Tuning.read(tuned).apply(loaded)
         messages = [[{"role": "user", "content": text}] for text in texts]
         tokenizer = self.target.tokenizer
         prompts = [render_prompt(message, tokenizer, self.recipe.data) for message in messages]
         start = time.perf_counter()
-        generations = generate(self.target, loaded, prompts, stop_token_ids=self.stop_ids, **sampling)
+        generations = generate(self.target, loaded, prompts, stop_token_ids=self.stop_ids, options=options, **sampling)
         seconds = time.perf_counter() - start
         for generation in generations:
             print(tokenizer.decode(generation.token_ids, skip_special_tokens=True))

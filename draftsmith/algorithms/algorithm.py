@@ -178,6 +178,10 @@ class Algorithm(ABC):
         """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are
         the method's own decoding options by name; one that it does not have is an error."""
 
+    def can_trim(self, draft: Draft, option: str) -> bool:
+        """Whether this draft can be decoded with one of `trimming_options`."""
+        return option in self.trimming_options
+
     def serving(self, config: DraftConfig) -> Serving:
         """How SGLang and vLLM run this draft; as they run DFlash, unless a method says otherwise."""
         layout = self.block_layout(config)

@@ -163,7 +163,12 @@ def _whole(rounds: Sequence[Round]) -> list[tuple[float, float]]:
 def _decode(rounds: Sequence[Round]) -> list[tuple[float, float]]:
     """(tokens after the first of each row, seconds after the first tokens) of each round; rounds of single tokens are
     left out."""
-    return [(r.tokens - len(r.prompts), _decode_seconds(r)) for r in rounds if r.tokens > len(r.prompts)]
+    return [decode_sums(r) for r in rounds if r.tokens > len(r.prompts)]
+
+
+def decode_sums(round_: Round) -> tuple[float, float]:
+    """(tokens after the first of each row, seconds after the first tokens) of one round."""
+    return round_.tokens - len(round_.prompts), _decode_seconds(round_)
 
 
 def _speedup(fast: Sequence[tuple[float, float]], slow: Sequence[tuple[float, float]]) -> Estimate | None:

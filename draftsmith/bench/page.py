@@ -33,8 +33,8 @@ def render_page(report: BenchReport) -> str:
         '<p class="dim">New tokens a second, with 95 % intervals over rounds. The decoders took turns in one process.'
         "</p>",
         '<div class="pair">',
-        _speed(figures, names, lambda f: f.decode_tokens_per_second, "Decoding", "after each answer's first token"),
-        _speed(figures, names, lambda f: f.tokens_per_second, "End to end", "the prompt's own pass included"),
+        _speed(figures, names, lambda f: f.decode_tokens_per_second, "Decoding", "After each answer's first token."),
+        _speed(figures, names, lambda f: f.tokens_per_second, "End to end", "The prompt's own pass included."),
         "</div>",
         "<h2>Accept length</h2>",
         '<p class="dim">Tokens committed per verify: the accepted proposals and one token of the target\'s own. '
@@ -80,17 +80,17 @@ def _card(found: Figures, names: Sequence[str]) -> str:
     return (
         '<div class="card"><div class="name">'
         f'<span class="key" style="--k: {mark}">{escape(found.decoder)}</span></div>'
-        f'<div class="big">{number(length and length.value)}</div>'
-        f'<div class="what">accept length{_between(length)}</div>'
-        f'<div class="big">{number(speed and speed.value)}<small> x</small></div>'
-        f'<div class="what">plain decoding{_between(speed)}</div></div>'
+        f'<div class="numbers"><div><div class="big">{number(length and length.value)}</div>'
+        f'<div class="what">accept length{_between(length)}</div></div>'
+        f'<div><div class="big">{number(speed and speed.value)}<small> x</small></div>'
+        f'<div class="what">plain decoding{_between(speed)}</div></div></div></div>'
     )
 
 
 def _between(value: Estimate | None) -> str:
     if value is None or value.low is None or value.high is None:
         return ""
-    return f", {value.low:.2f} to {value.high:.2f}"
+    return f"<br>{value.low:.2f} to {value.high:.2f}"
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def _slots(first: Sequence[Figures], *, joint: bool) -> str:
 
 def _histogram(first: Sequence[Figures]) -> str:
     shares = {f.decoder: [count / sum(f.histogram) for count in f.histogram] for f in first if f.histogram}
-    return figure(columns(shares, "tokens committed"), "Share of verifies.", "Tokens committed per verify")
+    return figure(columns(shares, "tokens committed", width=1000), "Share of verifies.", "Tokens committed per verify")
 
 
 # --- texts and tables -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,22 @@ class Draft(nn.Module):
         if faults := _not_finite(tensors):
             raise DraftWeightsError(f"the draft is not written to {directory}:\n" + "\n".join(faults))
         write_directory(directory, layout, self.config.to_dict(), tensors, extra_files, target)
+
+    def with_block_size(self, block_size: int) -> "Draft":
+        """The same draft, weights shared, decoding blocks of so many slots: at most those it was trained with.
+
+        Raises `DraftsmithError` for more, and `DraftConfigError` where its head needs more than are left.
+        """
+        if block_size == self.config.block_size:
+            return self
+        if block_size > self.config.block_size:
+            raise DraftsmithError(
+                f"block_size is {block_size}, and the draft was trained with {self.config.block_size}; choose a size "
+                "up to that"
+            )
+        view = copy(self)
+        view.config = self.config.replace(block_size=block_size)
+        return view
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

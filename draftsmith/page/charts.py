@@ -7,8 +7,8 @@ from html import escape
 
 from draftsmith.page.style import SERIES
 
-WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 38
+WIDTH, HEIGHT = 480, 220
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 14, 38
 
 Curve = Sequence[tuple[float, float]]
 """Points (x, y), x ascending."""
@@ -39,7 +39,7 @@ def bars(groups: Mapping[str, Sequence[Bar]], label: str, *, start: float = 0.0)
         return '<p class="dim">nothing was measured</p>'
     everything = [bar for group in drawn.values() for bar in group]
     texts = max(len(bar.label) for bar in everything)
-    left = min(220, 24 + 7 * texts)
+    left = min(180, 18 + 7 * texts)
     right = 24 + 7 * max(len(bar.shown) for bar in everything)
     most = max(max(bar.value, bar.high or bar.value) for bar in everything)
     scale = (WIDTH - left - right) / max(most - start, 1e-9)
@@ -114,17 +114,18 @@ def line_chart(curves: Mapping[str, Curve], label: str, *, bounds: tuple[float, 
     return _svg("".join(marks), label, HEIGHT) + keys(list(drawn)) * (len(drawn) > 1)
 
 
-def columns(series: Mapping[str, Sequence[float]], label: str) -> str:
-    """Shares as grouped columns: entry i of every series stands over i+1; `label` names the x axis."""
+def columns(series: Mapping[str, Sequence[float]], label: str, *, width: int = WIDTH) -> str:
+    """Shares as grouped columns: entry i of every series stands over i+1; `label` names the x axis, `width` says how
+    wide the drawing is beside others (`WIDTH`)."""
     drawn = {name: values for name, values in series.items() if sum(values) > 0}
     if not drawn:
         return '<p class="dim">No verify ran.</p>'
     places = max(len(values) for values in drawn.values())
     highest = max(max(values) for values in drawn.values())
-    step = (WIDTH - LEFT - RIGHT) / places
+    step = (width - LEFT - RIGHT) / places
     wide = 0.78 * step / len(drawn)
     base, height = HEIGHT - BOTTOM, HEIGHT - BOTTOM - TOP - 14
-    marks = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>']
+    marks = [f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{base}" y2="{base}"/>']
     for place in range(places):
         middle = LEFT + (place + 0.5) * step
         marks.append(f'<text x="{middle:.1f}" y="{base + 18}" text-anchor="middle">{place + 1}</text>')
@@ -139,8 +140,8 @@ def columns(series: Mapping[str, Sequence[float]], label: str) -> str:
                 marks.append(
                     f'<text x="{left + wide / 2:.1f}" y="{base - high - 5:.1f}" text-anchor="middle">{share:.0%}</text>'
                 )
-    marks.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 2}" text-anchor="middle">{escape(label)}</text>')
-    return _svg("".join(marks), label, HEIGHT) + keys(list(drawn)) * (len(drawn) > 1)
+    marks.append(f'<text x="{width / 2}" y="{HEIGHT - 2}" text-anchor="middle">{escape(label)}</text>')
+    return _svg("".join(marks), label, HEIGHT, width) + keys(list(drawn)) * (len(drawn) > 1)
 
 
 def keys(names: Sequence[str]) -> str:
@@ -149,12 +150,12 @@ def keys(names: Sequence[str]) -> str:
     return f'<div class="keys">{"".join(spans)}</div>'
 
 
-def _svg(marks: str, label: str, height: float) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">{marks}</svg>'
+def _svg(marks: str, label: str, height: float, width: int = WIDTH) -> str:
+    return f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(label)}">{marks}</svg>'
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 28 else text[:13] + "…" + text[-14:]
+    return text if len(text) <= 24 else text[:11] + "…" + text[-12:]
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -26,14 +26,15 @@ h2 { font-size: 1.15rem; letter-spacing: -.01em; font-weight: 620; margin: 3rem 
 h3 { font-size: .95rem; font-weight: 600; margin: 0 0 .5rem; }
 p { margin: .25rem 0 .9rem; max-width: 68ch; } .dim, figcaption { color: var(--dim); } figcaption { font-size: .85rem; }
 .lede { font-size: 1.06rem; } .lede b { font-weight: 620; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 1rem; margin: 1.6rem 0 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 1rem; margin: 1.6rem 0 0; }
 .card, figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1.1rem 1.25rem; }
 figure { margin: .8rem 0 0; } .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr));
   gap: 1rem; } .pair figure { margin: 0; }
 .card .big { font-size: 2.1rem; line-height: 1.15; font-weight: 640; letter-spacing: -.03em;
   font-variant-numeric: tabular-nums; }
 .card .big small { font-size: 1rem; font-weight: 500; letter-spacing: 0; color: var(--dim); }
-.card .what { font-size: .82rem; color: var(--dim); } .card .name { font-size: .82rem; font-weight: 600; }
+.card .what { font-size: .82rem; color: var(--dim); } .numbers { display: flex; gap: 2.2rem; margin-top: .5rem; }
+ .card .name { font-size: .82rem; font-weight: 600; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { fill: var(--dim); font-size: 12px; font-variant-numeric: tabular-nums; }
 svg text.strong { fill: var(--ink); }

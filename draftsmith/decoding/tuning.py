@@ -1,0 +1,66 @@
+"""What `draftsmith tune` found to be fastest, as a small JSON file that decoding reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftsmith.decoding.options import EngineOptions
+from draftsmith.drafts.draft import Draft
+from draftsmith.errors import DraftsmithError
+
+VERSION = 1
+
+
+class Tuning(BaseModel):
+    """Settings for one draft. method, trained_block_size: of the draft they are for; block_size: slots of the blocks to
+    run; engine: the engine's options; found: how they were found (not read by decoding)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int = VERSION
+    method: str
+    trained_block_size: int = Field(ge=2)
+    block_size: int = Field(ge=2)
+    engine: EngineOptions
+    found: dict[str, Any] = {}
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Tuning":
+        """The settings in a file; raises `DraftsmithError` where there is none, or a damaged one."""
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            tuning = cls.model_validate(fields)
+        except OSError as error:
+            raise DraftsmithError(
+                f"{path} cannot be read ({error.strerror}); give a file that `draftsmith tune` wrote"
+            ) from error
+        except (ValueError, ValidationError) as error:
+            raise DraftsmithError(f"{path} is not a file that `draftsmith tune` wrote ({error})") from error
+        if tuning.version != VERSION:
+            raise DraftsmithError(
+                f"{path} is of version {tuning.version}, and this draftsmith reads {VERSION}; tune again"
+            )
+        return tuning
+
+    def write(self, path: Path) -> None:
+        """Writes the file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = self.model_dump(mode="json", exclude={"engine"})
+        content["engine"] = self.engine.model_dump(mode="json", exclude_defaults=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def apply(self, draft: Draft, base: EngineOptions | None = None) -> tuple[Draft, EngineOptions]:
+        """The draft with the tuned block, and the engine's options: those of `base`, with the tuned ones over them.
+
+        Raises `DraftsmithError` where the settings are for another draft.
+        """
+        own = (draft.config.architecture, draft.config.block_size)
+        if own != (self.method, self.trained_block_size):
+            raise DraftsmithError(
+                f"the settings are for a {self.method} draft with blocks of {self.trained_block_size}, and this is a "
+                f"{own[0]} draft with blocks of {own[1]}; tune again for it"
+            )
+        tuned = {name: getattr(self.engine, name) for name in self.engine.model_fields_set}
+        return draft.with_block_size(self.block_size), (base or EngineOptions()).model_copy(update=tuned)
