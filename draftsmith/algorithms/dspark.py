@@ -265,6 +265,9 @@ class DSpark(Algorithm):
     def capture(self, config: DraftConfig) -> CaptureLayout:
         return replace(super().capture(config), final_state=True)
 
+    def can_trim(self, draft: Draft, option: str) -> bool:
+        return super().can_trim(draft, option) and _head(draft).confidence_head is not None
+
     def serving(self, config: DraftConfig) -> Serving:
         layout = self.block_layout(config)
         proposals = layout.max_proposals
