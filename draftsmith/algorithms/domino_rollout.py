@@ -13,9 +13,14 @@ from draftsmith.algorithms.search import Search
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead
-from draftsmith.kernels.gru_cell import gru_cell, gru_cell_reference, token_table
 from draftsmith.kernels.keys import key_ids
-from draftsmith.kernels.prefix_latent import prefix_latent, prefix_latent_reference
+from draftsmith.kernels.prefix_gru import (
+    advance,
+    advance_reference,
+    input_gates,
+    input_gates_reference,
+    token_table,
+)
 from draftsmith.targets.ends import TargetEnds
 
 
@@ -75,30 +80,26 @@ class KeyedDominoProposer:
         )
         from_hidden = functional.linear(slots, for_hidden)  # [batch, P, E]
         state = head.empty_prefix(slots[:, 0])  # [batch, G]
+        gates = state.new_zeros(len(state), 3 * state.shape[1], dtype=torch.float32)  # W_h s, of no token yet
         for step in range(self.num_proposals):
-            state = self._read(block.keys[step], state)
-            latent = None
-            if step >= head.pure_draft_prefix_len:
-                latent = self._latent(from_hidden[:, step], for_state, state)
-            block.choose(step, latent)
+            state, latent, gates = self._advance(block.keys[step], gates, state, from_hidden[:, step], for_state)
+            block.choose(step, latent if step >= head.pure_draft_prefix_len else None)
         return Proposals(block.token_ids(), block.distributions())
 
-    def _read(self, keys: Tensor, state: Tensor) -> Tensor:
+    def _advance(
+        self, keys: Tensor, gates: Tensor, state: Tensor, from_hidden: Tensor, for_state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Reads the token of `keys` [batch]: the state after it, the latent, and W_h times that state."""
         gru = cast(DominoHead, self.draft.head).prefix_gru
-        weight_hh = cast(Tensor, gru.weight_hh_l0)
-        rows, weight_ih = self.ends.embedding_weight, cast(Tensor | None, gru.weight_ih_l0)
-        if self.table is not None:
-            rows, weight_ih = self.table(), None
-        scale = self.draft.config.input_embedding_scale
-        if not self.kernels:
-            return gru_cell_reference(key_ids(keys), rows, weight_ih, weight_hh, state, scale)
-        out = torch.empty_like(state)
-        gru_cell(keys, rows, weight_ih, weight_hh, state, out, scale=scale)
-        return out
-
-    def _latent(self, from_hidden: Tensor, weight: Tensor, state: Tensor) -> Tensor:
-        if not self.kernels:
-            return prefix_latent_reference(from_hidden, weight, state)
-        out = torch.empty_like(from_hidden, memory_format=torch.contiguous_format)
-        prefix_latent(from_hidden, weight, state, out)
-        return out
+        weight_ih, weight_hh = cast(Tensor, gru.weight_ih_l0), cast(Tensor, gru.weight_hh_l0)
+        rows, scale = self.ends.embedding_weight, self.draft.config.input_embedding_scale
+        table = None if self.table is None else self.table()
+        if self.kernels:
+            inputs = input_gates(keys, rows, weight_ih, scale=scale) if table is None else table
+            previous = None if table is None else keys
+            return advance(inputs, gates, state, from_hidden, for_state, weight_hh, previous=previous)
+        if table is None:
+            inputs = input_gates_reference(key_ids(keys), rows, weight_ih, scale)
+        else:
+            inputs = table[key_ids(keys)][None]
+        return advance_reference(inputs, gates, state, from_hidden, for_state, weight_hh)
