@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.data.prompts import read_prompts
+from draftsmith.decoding.cache import ContextCache, FusedBlocks
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
@@ -36,6 +37,7 @@ from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.fused import FusedDraft
 from draftsmith.targets.target import Target
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4096, 12288, 32, 8, 128, 151936
@@ -154,6 +156,14 @@ def loaded(engine: Engine, batch: int, context: int) -> SlotPool:
     pool.state.tokens.random_(VOCABULARY - 1)
     pool.state.finished.fill_(False)
     return pool
+
+
+def pool_bytes(pool: SlotPool) -> int:
+    """Of the caches of a pool."""
+    caches = [*pool.target_cache.keys, *pool.target_cache.values]
+    if pool.context is not None:
+        caches.append(pool.context.storage)
+    return sum(tensor.numel() * tensor.element_size() for tensor in caches)
 
 
 def step_graph(engine: Engine, batch: int, context: int) -> tuple[Callable[[], None], float, float]:
@@ -297,7 +307,7 @@ class Bench:
                 over_floor=round(found / floor, 3), first_step_s=round(eager, 2), capture_s=round(capture, 2),
                 **options,
             )  # fmt: skip
-            if (batch, context) == self.grid[0]:
+            if context == self.grid[0][1]:
                 idle, table = profile(run, 5, self.rows)
                 say(part=f"{part} profile", idle_between_kernels=round(idle, 4))
                 print(table, flush=True)
@@ -316,16 +326,72 @@ class Bench:
             loaded(engine, batch, context)
             for _ in range(6):
                 engine.step()
+            torch.cuda.synchronize()
             begin = time.perf_counter()
             for _ in range(40):
                 engine.step()
             torch.cuda.synchronize()
             wall = (time.perf_counter() - begin) / 40 * 1e3
+            replay, _, _ = step_graph(self.engine(drafted, batch), batch, context)
+            alone = median_ms(replay, inner=20)
             idle, _ = profile(engine.step, 10, 1)
-            say(part="steady", drafted=drafted, batch=batch, context=context, ms=round(wall, 4), idle=round(idle, 4))
+            say(
+                part="steady", drafted=drafted, batch=batch, context=context, ms=round(wall, 4),
+                replays_alone_ms=round(alone, 4), idle=round(idle, 4),
+            )  # fmt: skip
 
     def trained(self) -> None:
         trained(self.arguments)
+
+    def draft_alone(self) -> None:
+        """The draft's block and its append, with and without the kernel for products of few rows."""
+        for batch in (1, 8):
+            engine = self.engine(True, batch)
+            pool = loaded(engine, batch, 512)
+            assert engine.stepper.drafting is not None
+            assert pool.context is not None
+            blocks, context = engine.stepper.drafting.blocks, pool.context
+            assert isinstance(blocks, FusedBlocks)
+            ids = torch.full((batch, BLOCK), VOCABULARY - 1, device="cuda")
+            taps = torch.randn(batch, BLOCK, DRAFT_LAYERS * HIDDEN, device="cuda", dtype=DTYPE)
+            for skinny in (True, False):
+                blocks.fused = FusedDraft(self.draft, skinny=skinny)
+                graphs = StepGraphs(self.target.device, 2)
+
+                def both(blocks: FusedBlocks = blocks, context: ContextCache = context) -> None:
+                    blocks.append(taps, pool.state.length, context)
+                    blocks.block(self.target.ends.embedding_rows(ids), pool.state.length, context, 1024)
+
+                def run(graphs: StepGraphs = graphs) -> None:
+                    with torch.no_grad():
+                        graphs.run(0, both)
+
+                run()
+                found = median_ms(run, inner=20)
+                size = cycle_bytes(0, batch, 512) - 4 * VOCABULARY * HIDDEN
+                say(part="draft", batch=batch, skinny=skinny, ms=round(found, 4), floor_ms=round(self.floor_ms(size), 4))
+                if batch == 1:
+                    print(profile(run, 5, 12)[1], flush=True)
+
+    def prefill(self) -> None:
+        """A long prompt, chunk by chunk: seconds to its first token, and peak memory over weights and caches."""
+        for length, chunk in ((32000, 512), (32000, 2048)):
+            engine = self.engine(True, 1, prefill_chunk=chunk)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            prompt = torch.randint(VOCABULARY - 1, (length,)).tolist()
+            (answer,) = engine.submit(_request(prompt, 16))
+            begin = time.perf_counter()
+            while not answer.token_ids:
+                engine.step()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin
+            assert engine.pool is not None
+            over = torch.cuda.max_memory_allocated() - before - pool_bytes(engine.pool)
+            say(
+                part="prefill", tokens=length, chunk=chunk, seconds=round(seconds, 2),
+                tokens_per_second=round(length / seconds), over_gb=round(over / 1e9, 3),
+            )  # fmt: skip
 
     def memory(self) -> None:
         """Peak over weights and caches: prefill of 2,048 tokens and steps, at batch 8."""
@@ -341,10 +407,7 @@ class Bench:
         for _ in range(8):
             engine.step()
         assert engine.pool is not None
-        pool = engine.pool
-        caches = sum(t.numel() * t.element_size() for t in (*pool.target_cache.keys, *pool.target_cache.values))
-        assert pool.context is not None
-        caches += pool.context.storage.numel() * 2
+        caches = pool_bytes(engine.pool)
         say(
             part="memory", batch=8, context=2048, caches_gb=round(caches / 1e9, 3),
             over_gb=round((torch.cuda.max_memory_allocated() - before - caches) / 1e9, 3),
@@ -383,7 +446,7 @@ class Bench:
         say(part="zlab", context=512, cycles=cycles, ms_per_cycle=round(total / cycles * 1e3, 2))
 
 
-PARTS = ("cycles", "plain", "plain16", "steady", "memory", "zlab", "trained")
+PARTS = ("cycles", "plain", "plain16", "steady", "draft_alone", "prefill", "memory", "zlab", "trained")
 
 
 def main() -> int:

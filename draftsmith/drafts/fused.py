@@ -35,10 +35,20 @@ class FusedDraft:
     keys and values are projected by a copy (layers * 2 * kv_heads * d rows of H).
     """
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, *, skinny: bool = True) -> None:
+        """skinny: products of a few rows by `skinny_linear`, whose addends the next kernel sums."""
         # Triton is there wherever torch has a GPU, and only there.
-        from draftsmith.kernels import block_attention, context_append, gated_activation, rms_norm, rope_cache
+        from draftsmith.kernels import (
+            block_attention,
+            context_append,
+            gated_activation,
+            rms_norm,
+            rope_cache,
+            skinny_linear,
+        )
 
+        self._skinny_linear = skinny_linear.skinny_linear
+        self._most_rows = skinny_linear.MAX_ROWS if skinny and draft.dtype != torch.float32 else 0
         self._attention = block_attention.block_attention
         self._context_append = context_append.context_append
         self._gated_activation = gated_activation.gated_activation
@@ -75,8 +85,8 @@ class FusedDraft:
         """Makes features context: taps [batch, w, T*H] of the tokens at start + 0 .. w - 1, start [batch] int64; cache
         [layers, 2, batch, kv_heads, length, d]."""
         backbone, eps = self.draft.backbone, self.draft.config.rms_norm_eps
-        context = functional.linear(taps.to(self.draft.dtype), backbone.fc.weight)
-        context, _ = self._rms_norm(context, backbone.hidden_norm.weight, eps)
+        fused, partial = self._product(taps.to(self.draft.dtype), backbone.fc.weight)
+        context, _ = self._rms_norm(fused, backbone.hidden_norm.weight, eps, partial=partial)
         self._context_append(
             functional.linear(context, self.context_weight), self.k_weights, rope_table, start, cache, eps=eps
         )
@@ -90,17 +100,19 @@ class FusedDraft:
         if config.input_embedding_scale != 1.0:
             change = change * config.input_embedding_scale
         hidden: Tensor | None = None
+        partial = False
         for index, fused in enumerate(self.layers):
             layer, attention = fused.layer, fused.layer.self_attn
-            normed, hidden = self._rms_norm(change, layer.input_layernorm.weight, eps, hidden)
+            keys, values = cache[index, 0], cache[index, 1]
+            normed, hidden = self._rms_norm(change, layer.input_layernorm.weight, eps, hidden, partial=partial)
             normed, state = _before(layer.attention_conv, normed)
             q = self._rope_cache(
-                functional.linear(normed, fused.qkv),
+                self._product(normed, fused.qkv)[0],
                 cosine,
                 sine,
                 anchors,
-                cache[index, 0],
-                cache[index, 1],
+                keys,
+                values,
                 heads=self.heads,
                 q_weight=attention.q_norm.weight,
                 k_weight=attention.k_norm.weight,
@@ -108,8 +120,8 @@ class FusedDraft:
             )
             mixed = self._attention(
                 q,
-                cache[index, 0],
-                cache[index, 1],
+                keys,
+                values,
                 anchors,
                 scale=attention.scale,
                 causal=fused.kind.causal,
@@ -117,13 +129,22 @@ class FusedDraft:
                 sinks=attention.attention_sink_bias,
                 limit=limit,
             )
-            out = functional.linear(mixed.transpose(1, 2).flatten(2), attention.o_proj.weight)
+            mixed = mixed.transpose(1, 2).flatten(2)
+            out, partial = self._product(mixed, attention.o_proj.weight, whole=layer.attention_conv is not None)
             out = _after(layer.attention_conv, out, state)
-            normed, hidden = self._rms_norm(out, layer.post_attention_layernorm.weight, eps, hidden)
+            normed, hidden = self._rms_norm(out, layer.post_attention_layernorm.weight, eps, hidden, partial=partial)
             normed, state = _before(layer.mlp_conv, normed)
-            gated = self._gated_activation(functional.linear(normed, fused.gate_up), "silu")
-            change = _after(layer.mlp_conv, functional.linear(gated, layer.mlp.down_proj.weight), state)
-        return self._rms_norm(change, self.draft.backbone.norm.weight, eps, hidden)[0]
+            gate_up, partial = self._product(normed, fused.gate_up)
+            gated = self._gated_activation(gate_up, "silu", normed.dtype if partial else None)
+            change, partial = self._product(gated, layer.mlp.down_proj.weight, whole=layer.mlp_conv is not None)
+            change = _after(layer.mlp_conv, change, state)
+        return self._rms_norm(change, self.draft.backbone.norm.weight, eps, hidden, partial=partial)[0]
+
+    def _product(self, x: Tensor, weight: Tensor, *, whole: bool = False) -> tuple[Tensor, bool]:
+        """x W^T, and whether it comes as addends [S, ...], which `whole` forbids."""
+        if not whole and x.shape[0] * x.shape[1] <= self._most_rows:
+            return self._skinny_linear(x, weight), True
+        return functional.linear(x, weight), False
 
 
 def joined(*parts: nn.Linear) -> Tensor:

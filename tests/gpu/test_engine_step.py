@@ -152,7 +152,7 @@ def test_many_shapes_share_a_bounded_number_of_graphs(max_graphs: int) -> None:
     graphs = engine._graphs
     assert graphs is not None
     assert 1 <= len(graphs) <= max_graphs
-    assert max_graphs == 1 or len(graphs) > 3
+    assert max_graphs == 1 or len(graphs) > 2
     for half, (s, seed) in enumerate(((0, 1), (1, 2))):
         expected = Engine(target, draft, EngineOptions(graphs="off")).decode(request(SAMPLINGS[s], 150, seed=seed))
         assert [a.generation().token_ids for a in mixed[4 * half : 4 * half + 4]] == tokens(expected)
