@@ -5,9 +5,10 @@
 Every part is `NAME[:SHAPE[:OPTION...]]`. Parts:
 
     rate        the device's bf16 matrix product and copy, on random data
-    ours        a step of draftsmith (options: a method's name, `checkpointing`, `eager`, `profile`, `ROWSxTOKENS`)
-    theirs      a step of SpecForge's DFlash model (package `specforge`) with its own optimiser (options: `plain`, torch's
-                AdamW on bf16 weights instead; `checkpointing`; `profile`)
+    ours        a step of draftsmith (options: a method's name, `checkpointing`, `eager`, `flex`, `profile`, `xTOKENS`,
+                the tokens of a row)
+    theirs      a step of SpecForge's DFlash model (package `specforge`) with its own optimiser (options: `plain`,
+                torch's AdamW on bf16 weights instead; `checkpointing`; `profile`)
     packing     documents/s of packed rows and of rows padded to the batch's longest document
     target      the target's forward with random weights, capturing what the draft reads (what an online step adds)
 
@@ -36,6 +37,7 @@ from draftsmith.blocks.build import build_blocks
 from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.drafts.config import DraftConfig, RopeConfig
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.rope import Rope
 from draftsmith.features.packing import collate, pack_rows
 from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS
@@ -123,7 +125,7 @@ def measured(step: Callable[[], Any], repeats: int, options: Sequence[str]) -> d
 def profile(step: Callable[[], Any], rows: int = 25) -> None:
     """Kernels of one step by their time on the device, to stderr."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as taken:
+    with torch.profiler.profile(activities=activities, record_shapes=True) as taken:
         step()
         torch.cuda.synchronize()
     kernels = [event for event in taken.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -134,6 +136,18 @@ def profile(step: Callable[[], Any], rows: int = 25) -> None:
     for event in kernels[:rows]:
         name = " ".join(event.key.split())[:90]
         print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d}x  {name}", file=sys.stderr)
+    others = [
+        event
+        for event in taken.key_averages(group_by_input_shape=True)
+        if event.device_type == torch.autograd.DeviceType.CPU and event.self_device_time_total > 1000
+    ]
+    others.sort(key=lambda event: -event.self_device_time_total)
+    for event in others[:rows]:
+        shapes = str(event.input_shapes)[:90]
+        print(
+            f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d}x  {event.key[:40]} {shapes}",
+            file=sys.stderr,
+        )
 
 
 # --- the device -----------------------------------------------------------------------------------------------------
@@ -173,7 +187,7 @@ def random_records(shape: Shape, lengths: Sequence[int], *, final_state: bool) -
             f"document-{number}",
             torch.randint(config.vocab_size, (length,)),
             torch.ones(length, dtype=torch.bool),
-            {name: torch.randn(length, width).bfloat16() for name, width in widths.items()},
+            {name: torch.randn(length, width, device="cuda").bfloat16().cpu() for name, width in widths.items()},
         )
         for number, length in enumerate(lengths)
     ]
@@ -203,12 +217,17 @@ def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[
     method = algorithm(name)
     published = {} if method.architecture == "dflash" else method.published_head
     section = method.section(algorithm=method.name, **published)
-    draft = Draft.from_config(shape.config).cuda()
+    with torch.device("meta"):
+        draft = Draft(shape.config)
+    draft = draft.to_empty(device="cuda")
+    for parameter in draft.parameters():  # as `Draft.from_config`, but for the place and its time
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    draft.backbone.rope = Rope(shape.config).cuda()
     loss = DraftLoss(
         draft,
         random_ends(shape.config),
         method.objective(shape.config, section),
-        attention=AttentionBackend.FLEX,
+        attention=AttentionBackend.FLEX if "flex" in options else AttentionBackend.ANCHORED,
         autocast=torch.bfloat16,
         recompute="checkpointing" in options,
         compile_layers="eager" not in options,
@@ -230,9 +249,8 @@ def of_method(shape: Shape, options: Sequence[str]) -> tuple[Shape, str]:
     names = [method.name for method in all_algorithms() if method.name in options]
     name = names[0] if names else "dflash"
     for option in options:
-        rows, found, tokens = option.partition("x")
-        if found and rows.isdigit() and tokens.isdigit():
-            shape = replace(shape, tokens_per_row=int(tokens))
+        if option.startswith("x") and option[1:].isdigit():
+            shape = replace(shape, tokens_per_row=int(option[1:]))
     return replace(shape, config=in_dimensions_of(shape.config, algorithm(name))), name
 
 
@@ -257,10 +275,8 @@ def ours(options: Sequence[str]) -> dict[str, Any]:
 def packing(options: Sequence[str]) -> dict[str, Any]:
     """Documents whose lengths are drawn like those of gsm8k's answers: mean 210 tokens, at most 448."""
     base, _ = of_method(SHAPES[options[0]], options)
-    generator = torch.Generator().manual_seed(0)
     drawn = 40 + torch.distributions.Gamma(4.0, 4.0 / 170.0).sample((64,)).long()  # type: ignore[no-untyped-call]
     lengths = drawn.clamp(max=448).tolist()
-    del generator
     found: dict[str, Any] = {"mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
     for way in ("packed", "padded"):
         per_row = 3072 if way == "packed" else max(lengths)
@@ -269,7 +285,9 @@ def packing(options: Sequence[str]) -> dict[str, Any]:
         records = random_records(shape, lengths, final_state=False)
         rows = pack_rows(lengths, per_row) if way == "packed" else [[i] for i in range(len(lengths))]
         groups = [rows[i : i + 2] for i in range(0, len(rows), 2)] if way == "packed" else [rows[:32], rows[32:]]
-        batches = [micro_batch(shape, method, [[records[i] for i in row] for row in group], section) for group in groups]
+        batches = [
+            micro_batch(shape, method, [[records[i] for i in row] for row in group], section) for group in groups
+        ]
 
         def every(step: Callable[[MicroBatch], None] = step, batches: list[MicroBatch] = batches) -> None:
             for batch in batches:

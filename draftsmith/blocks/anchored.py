@@ -1,12 +1,14 @@
 """Training attention by a kernel of its own, made for anchored blocks (`kernels.anchored_attention`)."""
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftsmith.blocks.blocks import Blocks
-from draftsmith.blocks.masks import Sight
+from draftsmith.blocks.sight import Sight, sight
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.errors import DraftsmithError
 
@@ -49,6 +51,23 @@ def _by_key(seen: Sight, valid: Tensor, context: int, keys: int, block_size: int
     return (counts * block_size).int().contiguous()
 
 
+def anchored_attention(
+    blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], keys: int | None = None
+) -> "AnchoredBlockAttention":
+    """`AnchoredBlockAttention` for a packed batch; arguments as for `sight`. keys: context tokens of a tile (None: as
+    the kernel likes them)."""
+    from draftsmith.kernels.anchored_attention import KEYS
+
+    return AnchoredBlockAttention(
+        {kind: runs(sight(blocks, document, kind), blocks, KEYS if keys is None else keys) for kind in set(kinds)}
+    )
+
+
+def takes(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes heads of this size and dtype well: powers of two, 16 bits wide."""
+    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 and dtype in (torch.bfloat16, torch.float16)
+
+
 class AnchoredBlockAttention:
     """Attention by the kernel, for all patterns of the draft's layers; `runs` holds each pattern's."""
 
@@ -70,11 +89,16 @@ class AnchoredBlockAttention:
         """Shapes as in `BlockAttention`; raises `DraftsmithError` for a kind without runs or a head it cannot do."""
         from draftsmith.kernels.anchored_attention import anchored_attention
 
+        if q.shape[-1] < 16 or q.shape[-1] & (q.shape[-1] - 1):
+            raise DraftsmithError(
+                f"attention 'anchored' takes heads of a power of two of at least 16 channels, and these have "
+                f"{q.shape[-1]}; use 'flex'"
+            )
         if kind not in self.runs:
             raise DraftsmithError(f"no attention runs for layers of {kind}; there are some for {list(self.runs)}")
         mixed, lse = anchored_attention(q, context_k, context_v, block_k, block_v, self.runs[kind], scale=scale)
         if sinks is None:
             return mixed
         # One more column in the softmax, with weight exp(sink) and no value, shrinks the output by what it takes.
-        kept = torch.sigmoid(lse - sinks.float().view(1, -1, 1))  # [R, heads, T]
+        kept = torch.sigmoid(math.log(2) * lse - sinks.float().view(1, -1, 1))  # [R, heads, T]
         return (mixed * kept.unsqueeze(-1)).to(mixed.dtype)

@@ -158,7 +158,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """hidden [R, N, B, H] -> queries [R, heads, N*B, d], keys and values [R, kv_heads, N*B, d] of the slots, and
         what the wrapper around attention keeps."""
-        inner, state = self.input_layernorm(hidden), None
+        inner, state = self._normed(self.input_layernorm, hidden), None
         if self.attention_conv is not None:
             inner, state = cast(SublayerWrapper, self.attention_conv).before(inner)
         inner = inner.flatten(1, 2)
@@ -172,12 +172,18 @@ class Layer(nn.Module):
             assert state is not None
             out = cast(SublayerWrapper, self.attention_conv).after(out, state)
         hidden = hidden + out
-        inner = self.post_attention_layernorm(hidden)
+        inner = self._normed(self.post_attention_layernorm, hidden)
         if self.mlp_conv is None:
             return hidden + self.mlp(inner)
         around = cast(SublayerWrapper, self.mlp_conv)
         inner, state = around.before(inner)
         return hidden + around.after(self.mlp(inner), state)
+
+    def _normed(self, norm: nn.Module, hidden: Tensor) -> Tensor:
+        """The norm; in compiled code the backward makes it again, which costs less than keeping it is worth."""
+        if self.fused and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(norm, hidden, use_reentrant=False))
+        return cast(Tensor, norm(hidden))
 
 
 @cache

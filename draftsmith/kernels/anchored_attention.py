@@ -228,8 +228,8 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_ptr + row_at, mask=there, other=float("inf"))
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_LSE_GRAD:
-        # The log-sum-exp, in base e, depends on each score by its probability.
-        delta -= tl.load(lse_grad_ptr + row_at, mask=there, other=0.0)
+        # The denominator's natural logarithm depends on each score by its probability.
+        delta -= 1.4426950408889634 * tl.load(lse_grad_ptr + row_at, mask=there, other=0.0)
     tl.store(delta_ptr + row_at, delta, mask=there)
 
     # The block's own keys: no other row sees them.
@@ -417,7 +417,7 @@ def attend_backward(
     scale: float,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the five inputs; lse_grad: that of the denominator's natural logarithm."""
+    """Gradients of the five inputs, laid out with the heads of a token side by side; lse_grad: that of `lse`."""
     rows, heads, slots, _ = q.shape
     kv_heads, context = ck.shape[1:3]
     grad = _dense(grad)
@@ -464,7 +464,7 @@ class _AnchoredAttention(torch.autograd.Function):
         ctx.save_for_backward(q, ck, cv, bk, bv, out, lse)
         ctx.settings = (runs, scale, tiling)
         ctx.set_materialize_grads(False)
-        return out, lse / LOG2_E
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -486,9 +486,15 @@ def anchored_attention(
     scale: float,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(mixed [R, heads, T, d], natural log of the softmax's denominator [R, heads, T] float32), differentiable both.
+    """(mixed [R, heads, T, d], log2 of the softmax's denominator [R, heads, T] float32), differentiable both.
 
     q [R, heads, T, d]; context_k/v [R, kv_heads, S, d]; block_k/v [R, kv_heads, T, d], d a power of two of at least 16;
     runs: who sees what.
     """
-    return _AnchoredAttention.apply(q, context_k, context_v, block_k, block_v, runs, scale, tiling or Tiling())
+    return _AnchoredAttention.apply(q, context_k, context_v, block_k, block_v, runs, scale, tiling or _tiling(q))
+
+
+def _tiling(q: Tensor) -> Tiling:
+    if q.element_size() == 4:  # what fits into shared memory
+        return Tiling(rows=64, keys=32, stages=1, dq_keys=32, dq_stages=1, dkv_rows=16, dkv_stages=1)
+    return Tiling()

@@ -21,11 +21,14 @@ def labelled_first(mask: Tensor, count: int | None) -> Tensor:
     """Indices into `mask`, flattened: those where it is True first, in order; `count` of them in all.
 
     mask bool; count: no less than the mask holds, known to the host without asking the device (None: asked). Where it
-    is more, indices of other entries follow.
+    is more, indices of other entries follow. On the CPU, where it costs nothing, `DraftsmithError` if it is less.
     """
     flat = mask.flatten()
-    if count is None:
-        count = int(flat.sum())
+    if count is None or flat.device.type == "cpu":
+        found = int(flat.sum())
+        if count is not None and count < found:
+            raise DraftsmithError(f"a mask holds {found} labels, and at most {count} were announced (max_labels)")
+        count = found if count is None else count
     return flat.logical_not().to(torch.uint8).argsort(stable=True)[:count]
 
 

@@ -188,7 +188,8 @@ class TrainingBatches:
     """The steps of one process, with micro-batches on `device`.
 
     They are read ahead by `workers` processes (0: made when they are asked for), or by a thread where the source is
-    live; on a GPU they are copied there ahead, too. documents: the source's number of every document that the plan numbers.
+    live; on a GPU they are copied there ahead, too. documents: the source's number of every document that the plan
+    numbers.
     """
 
     def __init__(

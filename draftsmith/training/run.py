@@ -14,6 +14,7 @@ from accelerate.utils import ProjectConfiguration
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.build import TargetFacts
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.blocks.anchored import takes
 from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
@@ -152,7 +153,7 @@ def train(
         draft.to(device, torch.float32),
         _ends_for(ends, device, autocast),
         method.objective(config, draft_section),
-        attention=_resolved_attention(options, device),
+        attention=_resolved_attention(options, device, config.head_dim, autocast),
         autocast=autocast,
         recompute=options.gradient_checkpointing,
         compile_layers=device.type == "cuda" if options.compile == "auto" else options.compile,
@@ -255,10 +256,15 @@ def _resolved_precision(options: TrainOptions, device: torch.device) -> str:
     return precision
 
 
-def _resolved_attention(options: TrainOptions, device: torch.device) -> AttentionBackend:
+def _resolved_attention(
+    options: TrainOptions, device: torch.device, head_dim: int, autocast: torch.dtype | None
+) -> AttentionBackend:
     if options.attention != "auto":
         return AttentionBackend(options.attention)
-    attention = AttentionBackend.FLEX if device.type == "cuda" else AttentionBackend.DENSE
+    attention = AttentionBackend.DENSE
+    if device.type == "cuda":
+        taken = takes(head_dim, autocast or torch.float32)
+        attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX
     _log.info("train.attention: auto -> %s on %s", attention, device)
     return attention
 

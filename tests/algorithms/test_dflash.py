@@ -131,7 +131,7 @@ def test_the_accept_length_is_that_of_prefixes(target: Target) -> None:
     labels = right.clone()
     labels[:, ::2, 0] = (labels[:, ::2, 0] + 1) % VOCAB
     label_mask = blocks.valid.unsqueeze(-1).expand_as(right)
-    blocks = replace(blocks, labels=labels, label_mask=label_mask)
+    blocks = replace(blocks, labels=labels, label_mask=label_mask, max_labels=int(label_mask.sum()))
     terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, blocks, None, 0.0))
     numerator, count = terms.metrics["accept_length"]
     lengths = torch.where(torch.arange(blocks.valid.shape[1]) % 2 == 0, 1, 5).expand_as(blocks.valid)

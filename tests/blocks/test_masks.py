@@ -11,9 +11,9 @@ from draftsmith.blocks.masks import (
     dense_mask,
     flex_block_attention,
     flex_mask,
-    sight,
     training_attention,
 )
+from draftsmith.blocks.sight import sight
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.errors import DraftsmithError
 from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch, random_document
