@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.bench.report import read_report
+from draftsmith.bench.figures import figures
+from draftsmith.bench.records import read_report
 from tests.test_cli import fails, run, save_target, write_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -135,7 +136,8 @@ def test_a_run_directory_is_exported_without_its_recipe(done, target, tmp_path):
 def test_the_card_quotes_the_benchmark_of_these_weights(done):
     walk(done, "bench")
     directory = done.parent / "run"
-    length = read_report(directory / "bench.json").accept_length
+    report = read_report(directory / "bench.json")
+    length = figures(report, report.drafts[0], report.batch_sizes[0]).accept_length.value
     walk(done, "export")
     card = (directory / "draft" / "README.md").read_text()
     assert f"| accept length, measured | {length:.2f} tokens a verify |" in card

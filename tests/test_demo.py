@@ -6,7 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from draftsmith.bench.report import read_report
+from draftsmith.bench.figures import equal_share
+from draftsmith.bench.records import read_report
 from draftsmith.demo import demo_recipe, run_demo
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import SilentProgress
@@ -54,7 +55,7 @@ def test_the_demo_makes_everything_and_shows_it(tmp_path, overrides):
     run = tmp_path / "run"
     report, shown = demo(run, overrides)
     assert report == read_report(run / "bench.json")
-    assert report.equal_share == 1.0
+    assert equal_share(report.answers) == 1.0
     assert "100 %" in shown
     assert str(run / "bench.html") in shown
     assert (run / "bench.html").is_file()
@@ -78,7 +79,7 @@ def test_changed_settings_redo_that_stage_and_what_follows(tmp_path, overrides):
     before = contents(run)
     demo(run, [*overrides, "train.max_steps=4"])
     changed = {path.relative_to(run).parts[0] for path, time in contents(run).items() if before.get(path) != time}
-    assert changed == {"train", "stages", "bench.json", "bench.html"}
+    assert changed == {"train", "stages", "bench.json", "bench.jsonl", "bench.html"}
 
 
 def test_fresh_starts_over_and_spares_strangers(tmp_path, overrides):

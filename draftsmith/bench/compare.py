@@ -151,7 +151,7 @@ def _row(
     each: Callable[[Sequence[float]], tuple[float, float]],
     neutral: float,
 ) -> list[Comparison]:
-    found = jackknife(units, change)
+    found = jackknife(units, change, log=neutral == 1.0)
     if found is None:
         return []
     sums = np.asarray(units, dtype=np.float64).sum(0)

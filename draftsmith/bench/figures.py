@@ -75,8 +75,8 @@ def figures(report: BenchReport, decoder: Decoder, batch_size: int) -> Figures:
         batch_size=batch_size,
         prompts=len({answer.prompt for answer in answers}),
         new_tokens=sum(len(answer.token_ids) for answer in answers),
-        tokens_per_second=jackknife(_whole(rounds), ratio),
-        decode_tokens_per_second=jackknife(_decode(rounds), ratio),
+        tokens_per_second=jackknife(_whole(rounds), ratio, log=True),
+        decode_tokens_per_second=jackknife(_decode(rounds), ratio, log=True),
         speedup=_speedup(_whole(rounds), _whole(plain)) if drafted else None,
         decode_speedup=_speedup(_decode(rounds), _decode(plain)) if drafted else None,
         first_token_seconds=sum(r.first_token_seconds for r in rounds) / len(rounds),
@@ -175,7 +175,7 @@ def _speedup(fast: Sequence[tuple[float, float]], slow: Sequence[tuple[float, fl
     """Tokens per second over tokens per second, paired by round."""
     if len(fast) != len(slow):
         return None
-    return jackknife([(*a, *b) for a, b in zip(fast, slow, strict=True)], speed_ratio)
+    return jackknife([(*a, *b) for a, b in zip(fast, slow, strict=True)], speed_ratio, log=True)
 
 
 def speed_ratio(sums: np.ndarray) -> np.ndarray:

@@ -14,9 +14,12 @@ from statistics import NormalDist
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+FEWEST = 3
+"""Units that an interval needs: of two, the spread is hardly known, and the interval would span everything."""
+
 
 class Estimate(BaseModel):
-    """A figure and its 95 % interval; `low` and `high` are None where fewer than two prompts say nothing of it."""
+    """A figure and its 95 % interval; `low` and `high` are None where too few units were measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,13 +29,18 @@ class Estimate(BaseModel):
 
 
 def jackknife(
-    units: Sequence[Sequence[float]], figure: Callable[[np.ndarray], np.ndarray], confidence: float = 0.95
+    units: Sequence[Sequence[float]],
+    figure: Callable[[np.ndarray], np.ndarray],
+    confidence: float = 0.95,
+    *,
+    log: bool = False,
 ) -> Estimate | None:
-    """The estimate of `figure` over units (prompts), each a row of numbers that are added up.
+    """The estimate of `figure` over units (prompts, rounds), each a row of numbers that are added up.
 
-    figure: sums [n, c] -> values [n]; it is given the sums of all units, and those without each unit. A unit without
-    which the figure has no value (nothing is left to divide by) is left out of the interval, and so is the interval of
-    a figure that has no value without several. None where the figure itself has no value.
+    figure: sums [n, c] -> values [n]; it is given the sums of all units, and those without each unit. log: the interval
+    is made of the figure's logarithm, as suits speeds and their ratios, which are above 0. A unit without which the
+    figure has no value (nothing is left to divide by) is left out of the interval; fewer than `FEWEST` units give none.
+    None where the figure itself has no value.
     """
     rows = np.asarray(units, dtype=np.float64)
     if rows.size == 0:
@@ -41,14 +49,17 @@ def jackknife(
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(figure(total)[0])
         without = figure(total - rows)
+        spread = np.log(without) if log else without
     if not math.isfinite(value):
         return None
-    without = without[np.isfinite(without)]
-    n = len(without)
-    if n < 2:
+    spread = spread[np.isfinite(spread)]
+    n = len(spread)
+    if n < FEWEST:
         return Estimate(value=value)
-    error = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+    error = math.sqrt((n - 1) / n * float(((spread - spread.mean()) ** 2).sum()))
     margin = student_t(0.5 + confidence / 2, n - 1) * error
+    if log:
+        return Estimate(value=value, low=value * math.exp(-margin), high=value * math.exp(margin))
     return Estimate(value=value, low=value - margin, high=value + margin)
 
 

@@ -21,10 +21,11 @@ def render_page(report: BenchReport) -> str:
     drafted = [f for f in figures if f.decoder != PLAIN]
     first = [f for f in drafted if f.batch_size == report.batch_sizes[0]]
     setting = report.setting
+    target = str(setting["target"]).rsplit("/", 1)[-1]
+    sampling = "greedy" if setting["temperature"] == 0 else f"temperature {setting['temperature']}"
     subtitle = (
-        f"{setting['target']} in {setting['dtype']} on {setting['device']}, {first[0].prompts} prompts, "
-        f"{'greedy' if setting['temperature'] == 0 else 'temperature ' + str(setting['temperature'])}, "
-        f"up to {setting['max_new_tokens']} new tokens"
+        f"{target} in {setting['dtype']} on {setting['device']}, {first[0].prompts} prompts, {sampling}, up to "
+        f"{setting['max_new_tokens']} new tokens"
     )
     body = [
         f'<p class="lede">{_lede(first)}</p>',
@@ -159,7 +160,11 @@ def _histogram(first: Sequence[Figures]) -> str:
 def _texts(report: BenchReport) -> list[str]:
     if not report.shown:
         return []
-    return ["<h2>How the text came</h2>", LEGEND, *(render_text(text, i == 0) for i, text in enumerate(report.shown))]
+    prompts = list(dict.fromkeys(text.prompt for text in report.shown))
+    texts = sorted(report.shown, key=lambda text: (prompts.index(text.prompt), text.turn))
+    first = (texts[0].prompt, texts[0].turn)
+    shown = [render_text(text, (text.prompt, text.turn) == first) for text in texts]
+    return ["<h2>How the text came</h2>", LEGEND, *shown]
 
 
 def _figure_table(figures: Sequence[Figures]) -> str:

@@ -60,8 +60,8 @@ def candidates(
     """Every choice of a measured shape and a trimming value, fastest first.
 
     texts: block size -> acceptance at the anchors of the same texts; cycle_seconds: of each shape, for `batch_size`
-    rows. Of equal speeds, the one with fewer proposals and without trimming comes first. Raises `DraftsmithError` where the texts hold no
-    verify.
+    rows. Of equal speeds, the one with fewer proposals and without trimming comes first. Raises `DraftsmithError`
+    where the texts hold no whole verify.
     """
     found = []
     for shape, seconds in cycle_seconds.items():

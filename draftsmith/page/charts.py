@@ -41,11 +41,12 @@ def bars(groups: Mapping[str, Sequence[Bar]], label: str, *, start: float = 0.0)
     texts = max(len(bar.label) for bar in everything)
     left = min(180, 18 + 7 * texts)
     right = 24 + 7 * max(len(bar.shown) for bar in everything)
-    most = max(max(bar.value, bar.high or bar.value) for bar in everything)
+    longest = max(bar.value for bar in everything)
+    most = min(max(bar.high or bar.value for bar in everything), 1.6 * longest)  # wilder intervals run off the edge
     scale = (WIDTH - left - right) / max(most - start, 1e-9)
 
     def at(value: float) -> float:
-        return left + max(value - start, 0.0) * scale
+        return left + min(max(value - start, 0.0), most - start) * scale
 
     marks, y = [], 4.0
     for name, group in drawn.items():

@@ -1,0 +1,162 @@
+"""The page: what it shows, that it needs nothing else, and that a browser draws it."""
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from html import unescape
+
+import pytest
+
+from draftsmith.bench.headline import summary_rows
+from draftsmith.bench.page import render_page
+from draftsmith.bench.page_text import render_text
+from draftsmith.bench.records import PLAIN, ShownText, ShownToken
+from draftsmith.page.charts import Bar, bars, columns, line_chart
+from draftsmith.page.style import STYLE
+from draftsmith.training.report import write_run_report
+from tests.bench.made import answer, report
+
+BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+
+TEXT = ShownText(
+    decoder="d",
+    prompt="<q>",
+    turn=1,
+    category="lists",
+    question="Why <b>?",
+    tokens=[
+        ShownToken(text="First", came="prefill", slot=0, target=0.5),
+        ShownToken(text=" drafted", came="accepted", slot=1, target=0.9, draft=0.755),
+        ShownToken(text="\n\n", came="accepted", slot=2, target=0.8, draft=0.6),
+        ShownToken(text=" mended", came="corrected", slot=3, target=0.4, instead=" <wrong>", instead_chance=0.004),
+        ShownToken(text="!", came="bonus", slot=6, target=1.0),
+    ],
+)
+
+
+def rendered(**fields):
+    answers = [answer("<script>", [3, 1, 6, 2], category="a&b"), answer("two", [2, 2]), answer("three", [1, 5, 1])]
+    plain = [one.model_copy(update={"decoder": PLAIN}) for one in answers]
+    made = report([*plain, *answers]).model_copy(update={"shown": [TEXT], **fields})
+    return made, render_page(made)
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_escapes_names():
+    _, page = rendered()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "a&amp;b" in page
+    assert "http" not in page
+    assert "url(" not in page
+    assert "prefers-color-scheme: dark" in STYLE
+    assert "@media print" in STYLE
+
+
+def test_the_page_shows_the_figures_of_the_console():
+    made, page = rendered()
+    text = unescape(re.sub(r"<[^>]+>", " ", page))
+    for label, value in summary_rows(made):
+        if "prompts" not in label:
+            assert value.removesuffix("x") in text, label
+
+
+def test_bars_are_as_long_as_their_values_and_whiskers_stand_at_the_interval():
+    group = [Bar("a", 4.0, "4.00", "red", 3.0, 5.0), Bar("b", 2.0, "2.00", "red")]
+    svg = ElementTree.fromstring(bars({"group": group}, "length"))
+    long, short = (float(bar.get("width")) for bar in svg.iter("rect"))
+    assert long == pytest.approx(2 * short, abs=0.2)
+    low, high = map(float, re.match(r"M([\d.]+) [\d.]+H([\d.]+)", svg.find("path").get("d")).groups())
+    left = float(next(svg.iter("rect")).get("x"))
+    assert low - left == pytest.approx(long * 3 / 4, abs=0.2)
+    assert high - left == pytest.approx(long * 5 / 4, abs=0.2)
+    assert {text.text for text in svg.iter("text")} == {"group", "a", "b", "4.00", "2.00"}
+
+
+def test_columns_are_as_high_as_their_shares():
+    svg = ElementTree.fromstring(columns({"a": [0.6, 0.3, 0.0, 0.1]}, "accept length"))
+    heights = [float(bar.get("height")) for bar in svg.iter("rect")]
+    assert heights == pytest.approx([heights[0] * share / 0.6 for share in (0.6, 0.3, 0.0, 0.1)], abs=0.1)
+    assert {"1", "4", "60%", "30%", "10%", "accept length"} <= {text.text for text in svg.iter("text")}
+    assert "No verify ran" in columns({"a": []}, "accept length")
+
+
+def test_curves_keep_to_their_bounds():
+    chart = line_chart({"a": [(1, 0.5), (2, 0.25)]}, "slot", bounds=(0.0, 1.0))
+    (line,) = ElementTree.fromstring(chart).findall("polyline")
+    (_, first), (_, second) = (map(float, point.split(",")) for point in line.get("points").split())
+    assert second - first == pytest.approx(0.25 * (220 - 14 - 38), abs=0.1)
+
+
+def test_every_token_is_marked_by_how_it_came():
+    html = render_text(TEXT, True)
+    tokens = re.findall(r'<i class="(\w+)" data-tip="([^"]*)">([^<]*)</i>', html)
+    assert [kind for kind, _, _ in tokens] == ["p", "a1", "a2", "c", "b"]
+    assert [unescape(text) for _, _, text in tokens] == ["First", " drafted", "⏎", " mended", "!"]
+    tips = [unescape(tip) for _, tip, _ in tokens]
+    assert tips[1] == "drafted and accepted, slot 1\ntarget gave it 90%\ndraft gave it 76%"
+    assert tips[3].endswith("draft had said ' <wrong>' (0.4%)")
+    assert "Why &lt;b&gt;?" in html
+    assert "2 of them drafted" in html
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_the_page(scheme, tmp_path):
+    made, page = rendered()
+    path, shot = tmp_path / "bench.html", tmp_path / "shot.png"
+    path.write_text(page, encoding="utf-8")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+        "--window-size=900,1800",
+    ]
+    flags += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    # The document says its own size to the title, so that what is asked is asked of the page as it was laid out.
+    probe = (
+        "<script>const b = document.querySelector('.tokens i.c'), s = getComputedStyle(b);"
+        "document.title = JSON.stringify({paper: getComputedStyle(document.body).backgroundColor, ink: s.color,"
+        "wide: document.documentElement.scrollWidth, shown: document.body.innerText,"
+        "bars: [...document.querySelectorAll('svg rect')].every(r => r.getBoundingClientRect().right <= innerWidth)})"
+        "</script>"
+    )
+    (tmp_path / "probe.html").write_text(page.replace("</body>", probe + "</body>"), encoding="utf-8")
+    dumped = subprocess.run(
+        [BROWSER, *flags, "--dump-dom", f"file://{tmp_path}/probe.html"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    found = json.loads(unescape(re.search(r"<title>(.*?)</title>", dumped.stdout, re.DOTALL).group(1)))
+    assert found["wide"] <= 900
+    assert found["bars"]
+    paper = [int(part) for part in re.findall(r"\d+", found["paper"])]
+    assert (sum(paper) < 150) == (scheme == "dark")
+    for text in (
+        "Speculative decoding against plain decoding",
+        "How the text came",
+        "mended",
+        "accept length",
+        "<script>",
+    ):
+        assert text in found["shown"]
+    subprocess.run(
+        [BROWSER, *flags, f"--screenshot={shot}", f"file://{path}"], capture_output=True, check=True, timeout=120
+    )
+    assert shot.stat().st_size > 10_000
+
+
+def test_a_training_report_has_the_same_style(tmp_path):
+    from types import SimpleNamespace
+
+    lines = [{"kind": "train", "step": step, "loss": 4.0 / (1 + step), "lr": 1e-3} for step in range(20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = SimpleNamespace(draft_section={"algorithm": "dflash"}, options={"lr": 0.001}, target={"source": "t"})
+    page = write_run_report(tmp_path, record, [("steps", "20")]).read_text()
+    assert STYLE in page
+    assert "dflash for t" in page
+    assert page.count("<polyline") == 2

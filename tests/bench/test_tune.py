@@ -1,0 +1,156 @@
+"""Recorded acceptance against the engine, and what is chosen from it."""
+
+import json
+import random
+
+import pytest
+
+from draftsmith import generate
+from draftsmith.bench.anchors import Anchored, anchored, replay
+from draftsmith.bench.options import BenchOptions
+from draftsmith.bench.tune import Shape, candidates, shapes, tune
+from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.tuning import Tuning
+from draftsmith.errors import DraftsmithError
+from tests.bench.made import wordy_target
+from tests.tiny_draft import tiny_draft
+
+PROMPTS = [[40, 41, 42], [50, 51, 52, 60, 7]]
+HEADS = {
+    "dflash": {},
+    "dspark": {"markov_rank": 8, "markov_head_type": "vanilla"},
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3},
+}
+CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return wordy_target()
+
+
+def draft_of(target, method, block_size=5):
+    head = HEADS[method] | (CONFIDENCE if method == "dspark" else {})
+    return tiny_draft(target, architecture=method, block_size=block_size, head=head, num_layers=1)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_replay_commits_what_the_engine_commits(target, method):
+    draft = draft_of(target, method)
+    plain = generate(target, None, PROMPTS, max_new_tokens=24)
+    texts = [anchored(target, draft, p, g.token_ids) for p, g in zip(PROMPTS, plain, strict=True)]
+    assert max(max(text.accepted) for text in texts) >= 2
+    for proposals in (1, 2, 4):
+        options = EngineOptions(num_proposals=proposals)
+        decoded = generate(target, draft, PROMPTS, max_new_tokens=24, options=options)
+        assert [replay(text, proposals) for text in texts] == [one.accept_lengths for one in decoded]
+
+
+def test_a_replay_of_a_smaller_block_is_the_engines(target):
+    draft = draft_of(target, "dflash", block_size=6).with_block_size(3)
+    (plain,) = generate(target, None, PROMPTS[:1], max_new_tokens=24)
+    (decoded,) = generate(target, draft, PROMPTS[:1], max_new_tokens=24)
+    assert replay(anchored(target, draft, PROMPTS[0], plain.token_ids), 2) == decoded.accept_lengths
+    assert decoded.token_ids == plain.token_ids
+
+
+def test_a_replayed_threshold_is_the_engines(target):
+    draft = draft_of(target, "dspark")
+    trims = [("min_survival", value) for value in (0.05, 0.3, 0.9)]
+    (plain,) = generate(target, None, PROMPTS[1:], max_new_tokens=24)
+    text = anchored(target, draft, PROMPTS[1], plain.token_ids, trims)
+    found = [replay(text, 5, trim) for trim in trims]
+    for trim, lengths in zip(trims, found, strict=True):
+        options = EngineOptions(proposer=dict([trim]))
+        (decoded,) = generate(target, draft, PROMPTS[1:], max_new_tokens=24, options=options)
+        assert lengths == decoded.accept_lengths
+    assert found[0] != found[-1], "the threshold trims nothing: nothing is tested"
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def recorded(acceptance: float, seed: int, block: int = 16, tokens: int = 400) -> Anchored:
+    """Acceptance at every anchor of a text each of whose tokens a draft foresees with this chance."""
+    draw = random.Random(seed)
+    foreseen = [draw.random() < acceptance for _ in range(tokens)]
+    accepted = []
+    for anchor in range(tokens):
+        run = 0
+        while run < block - 1 and anchor + 1 + run < tokens and foreseen[anchor + 1 + run]:
+            run += 1
+        accepted.append(run)
+    return Anchored(tuple(accepted), {})
+
+
+def costs() -> dict[Shape, float]:
+    """A cycle has a fixed price and one a proposal, as where the target is bound by arithmetic."""
+    return {Shape(size, size - 1): 0.010 + 0.0008 * size for size in (4, 8, 16)}
+
+
+def best(acceptance: float) -> Shape:
+    texts = {size: [recorded(acceptance, seed, size) for seed in range(4)] for size in (4, 8, 16)}
+    return candidates(texts, costs())[0].shape
+
+
+def test_long_blocks_lose_on_prose_and_win_on_structured_text():
+    assert best(0.55) == Shape(4, 3)
+    assert best(0.97) == Shape(16, 15)
+    assert best(0.8).block_size == 8
+
+
+def test_speeds_follow_from_lengths_and_costs():
+    text = Anchored((2, 0, 1, 3, 0, 0, 0), {("min_survival", 0.5): (1, 1, 1, 1, 1, 1, 1)})
+    assert replay(text, 3) == [3, 3]
+    assert replay(text, 1) == [2, 2, 1, 1]
+    found = candidates({4: [text]}, {Shape(4, 3): 0.5, Shape(4, 1): 0.25}, [("min_survival", 0.5)], batch_size=2)
+    speeds = {(c.shape.num_proposals, c.trim is not None): c.tokens_per_second for c in found}
+    # The last verify of a text is cut by its end, and does not count.
+    assert speeds[3, False] == pytest.approx(2 * 3 / 0.5)
+    assert speeds[1, False] == pytest.approx(2 * (5 / 3) / 0.25)
+    assert speeds[3, True] == pytest.approx(2 * (5 / 3) / 0.5)
+    assert [c.tokens_per_second for c in found] == sorted(speeds.values(), reverse=True)
+    with pytest.raises(DraftsmithError, match="too short"):
+        candidates({4: [Anchored((0,), {})]}, {Shape(4, 3): 0.5})
+
+
+def test_the_whole_way_to_a_file_that_decoding_reads(target, tmp_path):
+    draft = draft_of(target, "dspark", block_size=4)
+    said = []
+    found = tune(
+        target, draft, PROMPTS, BenchOptions(max_new_tokens=8, batch_size=2), block_sizes=[4, 2], say=said.append
+    )
+    tried = {(c["block_size"], c["num_proposals"]) for c in found.found["candidates"]}
+    assert tried == {(4, 4), (4, 3), (4, 2), (4, 1), (2, 2), (2, 1)}
+    assert said[0].startswith(f"1. blocks of {found.block_size}, {found.engine.num_proposals} proposals")
+    path = tmp_path / "tuned.json"
+    found.write(path)
+    assert "prefill_chunk" not in json.loads(path.read_text())["engine"]
+    tuned, options = Tuning.read(path).apply(draft, EngineOptions(prefill_chunk=2))
+    assert (tuned.config.block_size, options.prefill_chunk) == (found.block_size, 2)
+    assert options.num_proposals == found.engine.num_proposals
+    decoded = generate(target, tuned, PROMPTS, max_new_tokens=8, options=options)
+    assert [g.token_ids for g in decoded] == [g.token_ids for g in generate(target, None, PROMPTS, max_new_tokens=8)]
+
+
+def test_settings_of_another_draft_and_damaged_files(target, tmp_path):
+    path = tmp_path / "tuned.json"
+    Tuning(method="dflash", trained_block_size=7, block_size=4, engine=EngineOptions()).write(path)
+    with pytest.raises(DraftsmithError, match=r"for a dflash draft with blocks of 7, .* blocks of 5"):
+        Tuning.read(path).apply(draft_of(target, "dflash"))
+    path.write_text('{"version": 1}')
+    with pytest.raises(DraftsmithError, match=r"tuned\.json is not a file that `draftsmith tune` wrote"):
+        Tuning.read(path)
+    with pytest.raises(DraftsmithError, match=r"absent\.json cannot be read"):
+        Tuning.read(tmp_path / "absent.json")
+
+
+def test_shapes_to_try(target):
+    assert shapes(draft_of(target, "dflash", block_size=16))[:5] == [
+        *(Shape(16, n) for n in (15, 11, 8, 4)),
+        Shape(12, 11),
+    ]
+    with pytest.raises(DraftsmithError, match="block_size is 9, and the draft was trained with 5"):
+        shapes(draft_of(target, "dflash"), [9])
+    with pytest.raises(DraftsmithError, match=r"bench\.temperature"):
+        tune(target, draft_of(target, "dflash"), PROMPTS, BenchOptions(temperature=1.0))

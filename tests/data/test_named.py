@@ -1,0 +1,62 @@
+"""Named data sets: rows in their columns become prompts; what is missing is said."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from draftsmith.data.named import DATA_SETS, is_named, named_prompts, rows_to_prompts
+from draftsmith.data.prompts import find_prompts
+from draftsmith.errors import DraftsmithError
+
+# One row as each data set has it on the hub, with the columns that are not read.
+ROWS = {
+    "gsm8k": {"question": "How many?", "answer": "#### 3"},
+    "math500": {"problem": "Find $x$.", "solution": "$x=1$", "answer": "1", "subject": "Algebra", "level": 2},
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f(x):\n    ...\n", "test": "", "entry_point": "f"},
+    "mbpp": {"task_id": 2, "prompt": "Write a function.", "code": "def f(): ...", "test_list": ["assert f()"]},
+    "mt-bench": {"prompt": ["First?", "Second?"], "category": "writing", "prompt_id": 81, "reference": []},
+    "alpaca": {"instruction": "Sort these.", "input": "3 1 2", "output": "1 2 3", "text": ""},
+}
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_a_local_file_in_the_columns_of_a_data_set(name, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[name]) + "\n" + json.dumps(ROWS[name]) + "\n")
+    first, second = find_prompts(f"{name}@{path}", "heldout")
+    assert (first.id, second.id) == ("rows-1", "rows-2")
+    asked = next(iter(ROWS[name][column] for column in DATA_SETS[name].columns))
+    asked = asked[0] if isinstance(asked, list) else asked
+    assert asked.rstrip() in first.turns[0]
+
+
+def test_turns_and_categories():
+    (talk,) = rows_to_prompts("mt-bench", [ROWS["mt-bench"]])
+    assert (talk.id, talk.turns, talk.category) == ("mt-bench-1", ("First?", "Second?"), "writing")
+    assert rows_to_prompts("math500", [ROWS["math500"]])[0].category == "Algebra"
+    assert rows_to_prompts("alpaca", [ROWS["alpaca"]])[0].turns == ("Sort these.\n\n3 1 2",)
+    assert rows_to_prompts("alpaca", [ROWS["alpaca"] | {"input": ""}])[0].turns == ("Sort these.",)
+
+
+def test_the_hub_is_asked_through_datasets(monkeypatch):
+    asked = []
+    module = ModuleType("datasets")
+    module.load_dataset = lambda *path, split: asked.append((*path, split)) or [ROWS["gsm8k"]]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert named_prompts("gsm8k")[0].turns[0].startswith("How many?\nPlease reason step by step")
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_what_is_missing_is_said(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DraftsmithError, match=r"(?s)'gsm8k'.*not installed.*draftsmith\[data\].*gsm8k@FILE"):
+        find_prompts("gsm8k", "heldout")
+    with pytest.raises(DraftsmithError, match="data set gsm8k: column 'question' is None"):
+        rows_to_prompts("gsm8k", [{"problem": "x"}])
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": ["a", 3]}\n')
+    with pytest.raises(DraftsmithError, match=r"rows\.jsonl:1: column 'prompt'"):
+        find_prompts(f"mt-bench@{path}", "heldout")
+    assert not is_named("gsm9k")
