@@ -44,6 +44,7 @@ class Tiling:
     keys: int = 64
     warps: int = 8
     stages: int = 3
+    dq_rows: int = 128
     dq_keys: int = 64
     dq_warps: int = 8
     dq_stages: int = 2
@@ -425,7 +426,7 @@ def attend_backward(
     dbk, dbv = (_like(rows, kv_heads, slots, bk) for _ in range(2))
     dck, dcv = (_like(rows, kv_heads, context, ck) for _ in range(2))
     delta = torch.empty_like(lse)
-    shape = _shape(q, kv_heads, tiling.rows, runs.block_size)
+    shape = _shape(q, kv_heads, tiling.dq_rows, runs.block_size)
     grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
     _query_gradient_kernel[grid](
         q, ck, cv, bk, bv, out, grad, lse, lse if lse_grad is None else lse_grad.contiguous(), delta, dq, dbk, dbv,
@@ -496,5 +497,5 @@ def anchored_attention(
 
 def _tiling(q: Tensor) -> Tiling:
     if q.element_size() == 4:  # what fits into shared memory
-        return Tiling(rows=64, keys=32, stages=1, dq_keys=32, dq_stages=1, dkv_rows=16, dkv_stages=1)
+        return Tiling(rows=64, keys=32, stages=1, dq_rows=64, dq_keys=32, dq_stages=1, dkv_rows=16, dkv_stages=1)
     return Tiling()
