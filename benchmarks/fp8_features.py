@@ -3,7 +3,7 @@
     python benchmarks/fp8_features.py --conversations answers.jsonl --prompts gsm8k.jsonl --out results
 
 The same conversations are captured twice, with `capture.dtype` bfloat16 and fp8; two drafts are trained from these
-stores with the same seed, order, steps and settings, exported, and benched on the first prompts. Prints one JSON line a
+stores with the same seed, order, steps and settings, exported, and decode the first prompts. Prints one JSON line a
 part and the ratio of the two accept lengths.
 """
 
@@ -15,8 +15,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from draftsmith.bench.report import mean
+from draftsmith.blocks.accept import counted_verifies
 from draftsmith.console import ConsoleProgress
+from draftsmith.data.chat import render_prompt
+from draftsmith.data.prompts import Prompt, read_prompts
+from draftsmith.decoding.generate import generate
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipe import load_recipe
 from draftsmith.workspace import Workspace
@@ -39,8 +42,6 @@ SHARED = (
     "train.eval_share=0.01",
     "train.data_workers=8",
     "export.which=last",
-    "bench.batch_size=48",
-    "bench.warmup=0",
 )
 DTYPES = ("bfloat16", "fp8")
 
@@ -48,14 +49,14 @@ DTYPES = ("bfloat16", "fp8")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=Path, required=True, help="JSONL of the target's own answers")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL of prompts to bench on")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL of prompts to answer")
     parser.add_argument("--out", type=Path, required=True, help="directory of the results")
     parser.add_argument("--work", type=Path, default=None, help="directory of the runs (default: OUT)")
     parser.add_argument("--recipe", default="smollm2-dflash")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--layers", type=int, default=2, help="of the draft")
     parser.add_argument("--block-size", type=int, default=8)
-    parser.add_argument("--limit", type=int, default=48, help="prompts to bench on")
+    parser.add_argument("--limit", type=int, default=48, help="prompts to answer")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("overrides", nargs="*", help="further recipe overrides")
     arguments = parser.parse_args()
@@ -72,17 +73,18 @@ def main() -> int:
             f"draft.num_hidden_layers={arguments.layers}",
             f"draft.block_size={arguments.block_size}",
             f"train.max_steps={arguments.steps}",
-            f"bench.prompts={arguments.prompts}",
-            f"bench.limit={arguments.limit}",
-            f"bench.max_new_tokens={arguments.max_new_tokens}",
             *arguments.overrides,
         ]
         try:
-            workspace = Workspace(load_recipe(arguments.recipe, overrides), progress=ConsoleProgress(), say=_say, redo=True)
+            workspace = Workspace(
+                load_recipe(arguments.recipe, overrides), progress=ConsoleProgress(), say=_say, redo=True
+            )
             if target is not None:
                 workspace.target = target
             target = workspace.target
-            line = _run(workspace, dtype)
+            line = _run(
+                workspace, dtype, read_prompts(str(arguments.prompts))[: arguments.limit], arguments.max_new_tokens
+            )
             lengths[dtype] = float(str(line["accept_length"]))
         except (DraftsmithError, RuntimeError, ValueError) as error:
             traceback.print_exc()
@@ -94,29 +96,31 @@ def main() -> int:
     return 0
 
 
-def _run(workspace: Workspace, dtype: str) -> dict[str, object]:
+def _run(workspace: Workspace, dtype: str, prompts: list[Prompt], max_new_tokens: int) -> dict[str, object]:
     seconds: dict[str, float] = {}
-    for name, stage in (
-        ("capture", workspace.capture),
-        ("train", workspace.train),
-        ("export", workspace.export),
-    ):
+    for name, stage in (("capture", workspace.capture), ("train", workspace.train), ("export", workspace.export)):
         start = time.perf_counter()
         stage()
         seconds[name] = round(time.perf_counter() - start, 1)
     start = time.perf_counter()
-    report = workspace.bench()
-    seconds["bench"] = round(time.perf_counter() - start, 1)
-    lengths = [[float(length) for length in prompt.accept_lengths] for prompt in report.prompts]
-    store = sum(path.stat().st_size for path in workspace.recipe.features.iterdir())
+    target, recipe = workspace.target, workspace.recipe
+    generations = generate(
+        target,
+        workspace.load_draft(None),
+        [render_prompt([{"role": "user", "content": p.turns[0]}], target.tokenizer, recipe.data) for p in prompts],
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=workspace.stop_ids,
+    )
+    seconds["generate"] = round(time.perf_counter() - start, 1)
+    lengths = [counted_verifies(one.accept_lengths, one.finish_reason) for one in generations]
+    verifies = [length for one in lengths for length in one]
     return {
         "dtype": dtype,
-        "accept_length": mean([length for prompt in lengths for length in prompt]),
-        "accept_length_mean_over_prompts": mean([sum(prompt) / len(prompt) for prompt in lengths if prompt]),
-        "verifies": sum(map(len, lengths)),
+        "accept_length": sum(verifies) / len(verifies),
+        "verifies": len(verifies),
         "prompts": len(lengths),
-        "steps": workspace.recipe.train.max_steps,
-        "store_bytes": store,
+        "steps": recipe.train.max_steps,
+        "store_bytes": sum(path.stat().st_size for path in recipe.features.iterdir()),
         "seconds": seconds,
     }
 

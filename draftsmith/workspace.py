@@ -1,6 +1,5 @@
 """The stages of one run, each a method: what they read and write, and when they need not run again."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -8,10 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from draftsmith.algorithms.build import draft_config
-from draftsmith.algorithms.registry import algorithm
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import figures
@@ -20,16 +15,10 @@ from draftsmith.bench.measure import bench, write_report
 from draftsmith.bench.records import BenchReport, read_report
 from draftsmith.bench.tune import tune
 from draftsmith.blocks.accept import counted_verifies
-from draftsmith.capture.backends import BACKENDS
-from draftsmith.capture.hf import HfBackend
-from draftsmith.capture.imports import ImportOptions, import_features
-from draftsmith.capture.remask import remask
-from draftsmith.capture.run import capture
 from draftsmith.data.chat import render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
 from draftsmith.data.prompts import find_prompts
-from draftsmith.data.sample import Sample
 from draftsmith.data.tokenize import tokenize_all
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.decoding.tuning import Tuning
@@ -40,71 +29,27 @@ from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions
 from draftsmith.export.run import export_run
 from draftsmith.features.files import file_sha256
-from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
-from draftsmith.features.schema import CaptureLayout
 from draftsmith.online import OnlineFeatures
 from draftsmith.outline import TargetOutline, provenance
-from draftsmith.progress import Progress
-from draftsmith.recipe import Recipe, RunDirectory
+from draftsmith.recipe import RunDirectory
 from draftsmith.regenerate import regenerate
+from draftsmith.stages import processes, use_own_device
 from draftsmith.stamps import Stamps
+from draftsmith.store_stages import StoreStages
 from draftsmith.targets.description import TargetDescription
-from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.targets.options import TargetOptions
-from draftsmith.targets.target import Target
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE
 from draftsmith.training.run import train
 from draftsmith.training.start import find_start
-from draftsmith.training.warm_start import read_warm_start
-
-# Where and how fast work is done changes nothing about what comes out, so these are not part of a stage's settings.
-_WITHOUT_EFFECT = {"device", "data_workers", "endpoint", "tokens_per_batch", "force"}
 
 
-class Workspace:
-    """A recipe's run directory and the stages that fill it.
-
-    `say` gets a line or two at the end of each stage. `redo`: whether a stage whose settings have changed since it was
-    done is made anew (True) or is an error (False). Stages that are finished with the same settings are skipped.
-    """
-
-    def __init__(self, recipe: Recipe, *, progress: Progress, say: Callable[[str], object], redo: bool = False) -> None:
-        self.recipe = recipe
-        self.progress = progress
-        self.say = say
-        self.stamps = Stamps(recipe.run, redo=redo)
-        self._outline_alone: TargetOutline | None = None
+class Workspace(StoreStages):
+    """A recipe's run directory and the stages that fill it (those of the feature store: `StoreStages`)."""
 
     # --- what several stages need -----------------------------------------------------------------------------------
-
-    @cached_property
-    def target(self) -> Target:
-        """The recipe's target, loaded once."""
-        options = self.recipe.target
-        with self.progress.stage("load target", total=1, unit="models") as stage:
-            target = Target.load(**options.model_dump())
-            stage.advance()
-        if target.tokenizer is None:
-            raise DraftsmithError(
-                f"the target {options.path} has no tokenizer beside its weights; put the model's tokenizer files there"
-            )
-        return target
-
-    def _outline(self) -> TargetOutline:
-        """The target's facts and ends: of the loaded target where there is one, else read alone."""
-        if "target" in vars(self):
-            return TargetOutline.of(self.target)
-        if self._outline_alone is None:
-            self._outline_alone = TargetOutline.load(self.recipe.target)
-        return self._outline_alone
-
-    def _provenance(self) -> Provenance:
-        """Who makes, or made, the features."""
-        outline = self._outline()
-        return provenance(outline, outline.tokenizer, self.recipe.data)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -145,110 +90,6 @@ class Workspace:
         }
         self._perform("regenerate", settings, out, work, fresh=fresh)
 
-    def capture(self, *, fresh: bool = False) -> None:
-        """Conversations through the target -> the feature store `features/`."""
-        recipe, directory = self.recipe, self.recipe.features
-        if fresh and _processes() > 1:
-            raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
-        source = self._conversations_file()
-        conversations = read_conversations(source)
-
-        def work() -> None:
-            _use_own_device()
-            target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
-            layout = self._capture_layout()
-            samples, tokenized = tokenize_all(conversations, self._outline().tokenizer, recipe.data)
-            self.say(f"conversations: {tokenized.line()}")
-            report = capture(target, samples, layout, directory, recipe.capture, self._provenance(), self.progress)
-            for line in report.lines():
-                self.say(f"features: {line}")
-
-        self._perform("capture", self._capture_settings(), directory, work, fresh=fresh)
-
-    def remask(self) -> None:
-        """The loss masks that the data gives now -> the feature store `features/`, whose features stay as they are."""
-        recipe, directory = self.recipe, self.recipe.features
-        conversations = read_conversations(self._conversations_file())
-
-        def work() -> None:
-            _one_process("--remask")
-            outline = self._outline()
-            samples, tokenized = tokenize_all(conversations, outline.tokenizer, recipe.data)
-            self.say(f"conversations: {tokenized.line()}")
-            report = remask(
-                directory,
-                samples,
-                self._provenance(),
-                max_length=outline.max_position_embeddings,
-                max_refused_share=recipe.capture.max_refused_share,
-            )
-            for line in report.lines():
-                self.say(f"features: {line}")
-
-        self._perform("capture", self._capture_settings(), directory, work, fresh=False, keep_changed=True)
-
-    def import_features(
-        self,
-        files: Path,
-        source: str,
-        tap_ids: tuple[int, ...],
-        final_state: str,
-        *,
-        check_samples: int,
-        fresh: bool = False,
-    ) -> None:
-        """Feature files of another project -> the feature store `features/`; the arguments say what files do not."""
-        recipe, directory = self.recipe, self.recipe.features
-        said = ImportOptions(files, source, tap_ids, final_state)
-
-        def work() -> None:
-            _one_process("--import")
-            if check_samples:
-                _ = self.target
-            outline, layout = self._outline(), self._capture_layout()
-            samples: list[Sample] = []
-            if recipe.data.conversations is not None:
-                samples, _tokenized = tokenize_all(
-                    read_conversations(recipe.data.conversations), outline.tokenizer, recipe.data
-                )
-            pre_norm = layout.final_state and final_state == "pre_norm"
-            report = import_features(
-                said,
-                layout,
-                directory,
-                recipe.capture,
-                self._provenance(),
-                max_length=outline.max_position_embeddings,
-                samples=samples,
-                norm=load_final_norm(**recipe.target.model_dump()) if pre_norm else None,
-                check=HfBackend(self.target, layout) if check_samples else None,
-                check_samples=check_samples,
-                progress=self.progress,
-            )
-            for line in report.lines():
-                self.say(f"features: {line}")
-
-        settings = {
-            "import": [str(files), source, list(tap_ids), final_state],
-            **self._settings("target", "draft", "capture"),
-            "data": self._template_settings(),
-        }
-        self._perform("capture", settings, directory, work, fresh=fresh)
-
-    def _capture_settings(self) -> dict[str, Any]:
-        """What decides the records of a capture."""
-        section = self.recipe.draft
-        # Without taps of its own, and without a checkpoint, a draft taps as many layers as it has.
-        by_depth = section.target_layer_ids is None and section.num_taps is None and section.init_from is None
-        return {
-            "draft": {
-                **section.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
-                **({"num_hidden_layers": section.num_hidden_layers} if by_depth else {}),
-            },
-            **self._settings("target", "capture"),
-            **self._data_settings(),
-        }
-
     def train(self, *, resume: bool = False, fresh: bool = False) -> None:
         """The feature store, or with `train.features: online` the conversations and the target -> run checkpoints below
         `train/`; `resume` goes on from the last of them (a workspace that may redo stages also goes on by itself where
@@ -257,13 +98,13 @@ class Workspace:
         Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
         """
         recipe, directory = self.recipe, self.recipe.training
-        if fresh and _processes() > 1:
+        if fresh and processes() > 1:
             raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
         online = recipe.train.features == "online"
         store = None if online else Store.open(recipe.features)
 
         def work() -> None:
-            _use_own_device()
+            use_own_device()
             source = store if store is not None else self._online_features()
             busy = source.busy if isinstance(source, OnlineFeatures) else None
             evaluate = self._evaluation_by_generating(busy) if recipe.train.eval_prompts else None
@@ -408,36 +249,12 @@ class Workspace:
 
     # --- inputs of stages --------------------------------------------------------------------------------------------
 
-    def _conversations_file(self) -> Path:
-        source = self.recipe.data.conversations or self.recipe.answers
-        if not source.is_file():
-            where = "data.conversations" if self.recipe.data.conversations else "the answers of this run"
-            raise DraftsmithError(
-                f"there is no file {source} ({where}); run `draftsmith regenerate` first, or name conversations in "
-                "data.conversations"
-            )
-        return source
-
-    def _data_settings(self) -> dict[str, Any]:
-        """What decides the samples."""
-        data = self.recipe.data.model_dump(mode="json", exclude={"prompts", "conversations"})
-        return {"conversations": file_sha256(self._conversations_file()), "data": _effective(data)}
-
-    def _capture_layout(self) -> CaptureLayout:
-        """The features that training this recipe's draft needs."""
-        section = self.recipe.draft
-        warm = read_warm_start(section.init_from) if section.init_from else None
-        config = draft_config(section, self._outline(), warm.config if warm else None)
-        if warm is not None:
-            warm.check(config)  # rather before hours of capture than after them
-        return algorithm(section.algorithm).capture(config)
-
     def _online_features(self) -> OnlineFeatures:
         """The target, to be asked for features while training."""
         recipe, cache = self.recipe, self.recipe.train.online.cache
-        if cache is not None and _processes() > 1:
+        if cache is not None and processes() > 1:
             raise DraftsmithError(
-                f"train.online.cache is {cache!r} with {_processes()} processes, and one process fills a cache; leave "
+                f"train.online.cache is {cache!r} with {processes()} processes, and one process fills a cache; leave "
                 "it out, or run `draftsmith capture` and train with train.features=store"
             )
         samples, tokenized = tokenize_all(
@@ -467,33 +284,6 @@ class Workspace:
     def _chat(self) -> Chat:
         return Chat(self.target.tokenizer, self.recipe.data)
 
-    def _settings(self, *sections: str) -> dict[str, Any]:
-        """The recipe's sections as a stage's settings: what its output depends on."""
-        return {name: _effective(getattr(self.recipe, name).model_dump(mode="json")) for name in sections}
-
-    def _template_settings(self) -> dict[str, Any]:
-        """What decides how a prompt is rendered."""
-        data = self.recipe.data
-        return {
-            **data.model_dump(mode="json", include={"system_prompt", "enable_thinking"}),
-            "chat_template": data.chat_template_text,
-        }
-
-    def _perform(
-        self,
-        stage: str,
-        settings: dict[str, Any],
-        output: Path,
-        work: Callable[[], None],
-        *,
-        fresh: bool,
-        **options: bool,
-    ) -> None:
-        if fresh:
-            self.stamps.forget(stage, [output])
-        if not self.stamps.perform(stage, settings, [output], work, **options):
-            self.say(f"{stage}: done already with these settings ({output})")
-
 
 def export_directory(
     run: Path,
@@ -521,28 +311,6 @@ def export_directory(
                 measured[str(bench["drafts"][draft.name])] = length.value
     exported = export_run(training, options, directory, target=target, measured=measured)
     say(f"draft: step {exported.step:,} in layout {options.layout} at {directory}; reads back as it was written")
-
-
-def _use_own_device() -> None:
-    """Let `cuda` mean, in each of the processes that a launcher started, another GPU of the machine."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _one_process(option: str) -> None:
-    if _processes() > 1:
-        raise DraftsmithError(f"{option} works in one process; {_processes()} were started: run it without a launcher")
-
-
-def _processes() -> int:
-    """How many processes a launcher has started together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _effective(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _effective(inner) for name, inner in value.items() if name not in _WITHOUT_EFFECT}
-    return value
 
 
 def draft_names(directories: Sequence[Path]) -> list[str]:

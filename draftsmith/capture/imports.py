@@ -233,8 +233,8 @@ def compare(
         if not difference <= LARGEST_DIFFERENCE:
             raise DraftsmithError(
                 f"{path}: {what} differs from what the target computes there by {difference:.0%} of its length (at "
-                f"most {LARGEST_DIFFERENCE:.0%} are put up with): see that the target, --tap-ids and --final-state are the "
-                "ones that the files were made with (other projects often count layers one higher)"
+                f"most {LARGEST_DIFFERENCE:.0%} are put up with): see that the target, --tap-ids and --final-state are "
+                "those that the files were made with (other projects often count layers one higher)"
             )
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,9 +105,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mappi
 
     digest = hashlib.sha256()
     size = 0
-    with replacing(path) as file:
+    # Hashing takes longer than writing; beside it, in a thread of its own, the writing costs no time.
+    with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing, replacing(path) as file:
         for part in _parts(text, names, tensors):
-            digest.update(part)
+            hashing.submit(digest.update, part)
             file.write(part)
             size += len(part)
     return FileEntry(name=path.name, bytes=size, sha256=digest.hexdigest())

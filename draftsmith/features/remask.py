@@ -31,4 +31,3 @@ def rewrite_masks(directory: Path, header: StoreHeader, masks: Mapping[str, Tens
         if not torch.equal(mask, tensors["loss_mask"]):
             tensors["loss_mask"] = mask
             write_safetensors(path, {name: Pieces([t]) for name, t in tensors.items()}, stored.metadata() or {})
-

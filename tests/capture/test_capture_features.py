@@ -1,13 +1,15 @@
 """The features are the target's own hidden states, whatever batch they were computed in."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from draftsmith.features.encoding import decode, encode
 from draftsmith.features.reader import Store
-from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.schema import FP8, CaptureLayout
 from tests.tiny import KINDS, tiny_target
 
 from .samples import random_samples, run_capture
@@ -108,3 +110,17 @@ def test_bfloat16_is_the_rounding_of_what_was_computed(tmp_path: Path) -> None:
         assert b.features["taps"].dtype == torch.bfloat16
         assert torch.equal(a.features["taps"].bfloat16(), b.features["taps"])
         assert torch.equal(a.features["final_state"].bfloat16(), b.features["final_state"])
+
+
+def test_fp8_is_the_encoding_of_what_was_computed(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    layout = CaptureLayout((1, 2), 32, final_state=True)
+    samples = random_samples(LENGTHS)
+    run_capture(target, samples, layout, tmp_path / "fp32", dtype="float32")
+    run_capture(target, samples, layout, tmp_path / "fp8", dtype="fp8")
+    in_8_bits = replace(layout, dtype=FP8)
+    for a, b in zip(Store.open(tmp_path / "fp32"), Store.open(tmp_path / "fp8"), strict=True):
+        wanted = decode(encode(a.features, in_8_bits), in_8_bits, in_8_bits.widths)
+        for name in layout.widths:
+            assert torch.equal(b.features[name], wanted[name])
+            assert float((b.features[name] - a.features[name]).norm() / a.features[name].norm()) < 0.035

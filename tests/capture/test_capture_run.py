@@ -1,6 +1,7 @@
 """Capture as a whole: batches, refusals, room on the disk, the report."""
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from draftsmith.capture import plan
 from draftsmith.capture.options import CaptureOptions
-from draftsmith.capture.plan import estimate_size, plan_batches, readable_bytes
+from draftsmith.capture.pipeline import REHEARSED
+from draftsmith.capture.plan import estimate_size, plan_batches, readable_bytes, readable_duration
 from draftsmith.capture.refusals import Reason
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
@@ -162,6 +164,33 @@ def test_a_full_disk_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "9.8 KiB are free" in str(error.value)
     assert not (tmp_path / "store").exists()
     assert run_capture(tiny_target(), samples, LAYOUT, tmp_path / "store", force=True).captured == 2
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_size_and_time_are_said_before_anything_is_stored(
+    count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From 20 batches on the first forward, which also loads kernels, is not what is timed."""
+    target, forwards = tiny_target(), []
+    target.model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
+    with caplog.at_level("INFO", "draftsmith"):
+        run_capture(target, random_samples([9] * count), LAYOUT, tmp_path, tokens_per_batch=9)
+    size, time = (record.getMessage() for record in caplog.records)
+    assert f"{count} samples, {9 * count} tokens" in size
+    assert "to be written" in size
+    assert "free" in size
+    assert re.search(r"about .* s at [\d,]+ tokens/s a process and 1 processes, if the disk takes .*/s", time)
+    assert len(forwards) == count + (count > REHEARSED)
+
+
+def test_durations_are_readable() -> None:
+    assert [readable_duration(seconds) for seconds in (0.4, 119, 130, 7300, 200_000)] == [
+        "0 s",
+        "119 s",
+        "2 min",
+        "2.0 h",
+        "2.3 days",
+    ]
 
 
 def test_the_estimate_is_close(tmp_path: Path) -> None:

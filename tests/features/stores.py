@@ -1,9 +1,11 @@
 """Random records and stores for tests."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from draftsmith.features.encoding import decode, encode
 from draftsmith.features.manifest import StoreHeader, StoreManifest, TargetIdentity, TokenizerIdentity
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
@@ -30,17 +32,23 @@ def header(of: CaptureLayout) -> StoreHeader:
 
 
 def record(sample_id: str, length: int, of: CaptureLayout, generator: torch.Generator) -> Record:
+    """As a writer takes it."""
     return Record(
         sample_id,
         torch.randint(0, VOCABULARY, (length,), generator=generator),
         torch.rand(length, generator=generator) < 0.5,
-        {name: torch.randn(length, width, generator=generator).to(of.dtype) for name, width in of.widths.items()},
+        encode({name: torch.randn(length, width, generator=generator) for name, width in of.widths.items()}, of),
     )
 
 
 def records(lengths: list[int], of: CaptureLayout, seed: int = 0) -> list[Record]:
     generator = torch.Generator().manual_seed(seed)
     return [record(f"sample/{number} é", length, of, generator) for number, length in enumerate(lengths)]
+
+
+def as_read(item: Record, of: CaptureLayout) -> Record:
+    """What a store gives for a written record."""
+    return replace(item, features=decode(item.features, of, of.widths))
 
 
 def write_store(directory: Path, content: list[Record], of: CaptureLayout, shard_bytes: int = 400) -> StoreManifest:

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from draftsmith.features.encoding import decode, encode, finite_rows
 from draftsmith.features.reader import Store
-from draftsmith.features.record import Record
 from draftsmith.features.schema import FP8, CaptureLayout
-from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.features.verify import verify_store
 
 from . import stores
@@ -109,17 +107,13 @@ def test_float16_features_have_room_for_their_scales() -> None:
 
 def test_a_store_of_8_bits_reads_as_bfloat16(tmp_path: Path) -> None:
     layout = stores.layout(dtype=FP8)
-    records = stores.records([3, 9, 1, 7], stores.layout(dtype=torch.float32))
-    with StoreWriter(tmp_path, stores.header(layout), shard_bytes=200) as writer:
-        for item in records:
-            writer.add(Record(item.sample_id, item.input_ids, item.loss_mask, encode(item.features, layout)))
-    manifest = finish_store(tmp_path)
+    records = stores.records([3, 9, 1, 7], layout)
+    manifest = stores.write_store(tmp_path, records, layout, shard_bytes=200)
     assert manifest.dtype == "fp8"
     assert verify_store(tmp_path) == []
     for item, read in zip(records, Store.open(tmp_path), strict=True):
-        wanted = decode(encode(item.features, layout), layout, layout.widths)
-        assert read.features.keys() == wanted.keys()
-        assert all(torch.equal(read.features[name], wanted[name]) for name in wanted)
+        assert stores.equal(read, stores.as_read(item, layout))
+        assert all(tensor.dtype == torch.bfloat16 for tensor in read.features.values())
     only = Store.open(tmp_path, features=["final_state"])[1]
     assert list(only.features) == ["final_state"]
     bytes_of_features = sum(shard.features_file.bytes for shard in manifest.shards)

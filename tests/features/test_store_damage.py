@@ -15,6 +15,7 @@ from draftsmith.features.files import file_entry
 from draftsmith.features.manifest import StoreError, StoreManifest, read_manifest, to_json
 from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
+from draftsmith.features.schema import FP8
 from draftsmith.features.verify import verify_store
 
 from . import stores
@@ -26,6 +27,14 @@ READ_FILES = ("manifest.json", "index", "tokens", "features")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sound")
     stores.write_store(directory, stores.records([3, 9, 4, 12, 1, 7], stores.layout()), stores.layout())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sound_8_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sound8")
+    layout = stores.layout(dtype=FP8)
+    stores.write_store(directory, stores.records([3, 9, 4, 12, 1, 7], layout), layout, shard_bytes=200)
     return directory
 
 
@@ -46,9 +55,10 @@ def _overwrite(data: bytearray, chance: random.Random) -> bytearray:
     return data
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_damaged_files_never_give_a_wrong_record(sound: Path, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(200))
+def test_damaged_files_never_give_a_wrong_record(sound: Path, sound_8_bits: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
+    sound = chance.choice((sound, sound_8_bits))
     directory = tmp_path / "store"
     shutil.copytree(sound, directory)
     kind = READ_FILES[seed % len(READ_FILES)]

@@ -1,0 +1,110 @@
+"""What the stages of a run have in common: its recipe, its target, and when a stage need not run again."""
+
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.identity import Provenance
+from draftsmith.outline import TargetOutline, provenance
+from draftsmith.progress import Progress
+from draftsmith.recipe import Recipe
+from draftsmith.stamps import Stamps
+from draftsmith.targets.target import Target
+
+# Where and how fast work is done changes nothing about what comes out, so these are not part of a stage's settings.
+_WITHOUT_EFFECT = {"device", "data_workers", "endpoint", "tokens_per_batch", "force", "sglang", "vllm"}
+
+
+class Stages:
+    """A recipe's run directory.
+
+    `say` gets a line or two at the end of each stage. `redo`: whether a stage whose settings have changed since it was
+    done is made anew (True) or is an error (False). Stages that are finished with the same settings are skipped.
+    """
+
+    def __init__(self, recipe: Recipe, *, progress: Progress, say: Callable[[str], object], redo: bool = False) -> None:
+        self.recipe = recipe
+        self.progress = progress
+        self.say = say
+        self.stamps = Stamps(recipe.run, redo=redo)
+        self._outline_alone: TargetOutline | None = None
+
+    @cached_property
+    def target(self) -> Target:
+        """The recipe's target, loaded once."""
+        options = self.recipe.target
+        with self.progress.stage("load target", total=1, unit="models") as stage:
+            target = Target.load(**options.model_dump())
+            stage.advance()
+        if target.tokenizer is None:
+            raise DraftsmithError(
+                f"the target {options.path} has no tokenizer beside its weights; put the model's tokenizer files there"
+            )
+        return target
+
+    def _outline(self) -> TargetOutline:
+        """The target's facts and ends: of the loaded target where there is one, else read alone."""
+        if "target" in vars(self):
+            return TargetOutline.of(self.target)
+        if self._outline_alone is None:
+            self._outline_alone = TargetOutline.load(self.recipe.target)
+        return self._outline_alone
+
+    def _provenance(self) -> Provenance:
+        """Who makes, or made, the features."""
+        outline = self._outline()
+        return provenance(outline, outline.tokenizer, self.recipe.data)
+
+    def _settings(self, *sections: str) -> dict[str, Any]:
+        """The recipe's sections as a stage's settings: what its output depends on."""
+        return {name: effective(getattr(self.recipe, name).model_dump(mode="json")) for name in sections}
+
+    def _template_settings(self) -> dict[str, Any]:
+        """What decides how a prompt is rendered."""
+        data = self.recipe.data
+        return {
+            **data.model_dump(mode="json", include={"system_prompt", "enable_thinking"}),
+            "chat_template": data.chat_template_text,
+        }
+
+    def _perform(
+        self,
+        stage: str,
+        settings: dict[str, Any],
+        output: Path,
+        work: Callable[[], None],
+        *,
+        fresh: bool,
+        **options: bool,
+    ) -> None:
+        if fresh:
+            self.stamps.forget(stage, [output])
+        if not self.stamps.perform(stage, settings, [output], work, **options):
+            self.say(f"{stage}: done already with these settings ({output})")
+
+
+def processes() -> int:
+    """How many processes a launcher has started together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def effective(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: effective(inner) for name, inner in value.items() if name not in _WITHOUT_EFFECT}
+    return value
+
+
+def use_own_device() -> None:
+    """Let `cuda` mean, in each of the processes that a launcher started, another GPU of the machine."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def one_process(option: str) -> None:
+    if processes() > 1:
+        raise DraftsmithError(f"{option} works in one process; {processes()} were started: run it without a launcher")

@@ -1,0 +1,153 @@
+"""The stages that fill a run's feature store: capture, its new loss masks, and features of other projects."""
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.algorithms.build import draft_config
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.capture.backends import BACKENDS
+from draftsmith.capture.hf import HfBackend
+from draftsmith.capture.imports import ImportOptions, import_features
+from draftsmith.capture.remask import remask
+from draftsmith.capture.run import capture
+from draftsmith.data.conversations import read_conversations
+from draftsmith.data.sample import Sample
+from draftsmith.data.tokenize import tokenize_all
+from draftsmith.errors import DraftsmithError
+from draftsmith.features.files import file_sha256
+from draftsmith.features.schema import CaptureLayout
+from draftsmith.stages import Stages, effective, one_process, processes, use_own_device
+from draftsmith.targets.final_norm import load_final_norm
+from draftsmith.training.warm_start import read_warm_start
+
+
+class StoreStages(Stages):
+    """Everything that ends in `features/`."""
+
+    def capture(self, *, fresh: bool = False) -> None:
+        """Conversations through the target -> the feature store `features/`."""
+        recipe, directory = self.recipe, self.recipe.features
+        if fresh and processes() > 1:
+            raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
+        source = self._conversations_file()
+        conversations = read_conversations(source)
+
+        def work() -> None:
+            use_own_device()
+            target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
+            layout = self._capture_layout()
+            samples, tokenized = tokenize_all(conversations, self._outline().tokenizer, recipe.data)
+            self.say(f"conversations: {tokenized.line()}")
+            report = capture(target, samples, layout, directory, recipe.capture, self._provenance(), self.progress)
+            for line in report.lines():
+                self.say(f"features: {line}")
+
+        self._perform("capture", self._capture_settings(), directory, work, fresh=fresh)
+
+    def remask(self) -> None:
+        """The loss masks that the data gives now -> the feature store `features/`, whose features stay as they are."""
+        recipe, directory = self.recipe, self.recipe.features
+        conversations = read_conversations(self._conversations_file())
+
+        def work() -> None:
+            one_process("--remask")
+            outline = self._outline()
+            samples, tokenized = tokenize_all(conversations, outline.tokenizer, recipe.data)
+            self.say(f"conversations: {tokenized.line()}")
+            report = remask(
+                directory,
+                samples,
+                self._provenance(),
+                max_length=outline.max_position_embeddings,
+                max_refused_share=recipe.capture.max_refused_share,
+            )
+            for line in report.lines():
+                self.say(f"features: {line}")
+
+        self._perform("capture", self._capture_settings(), directory, work, fresh=False, keep_changed=True)
+
+    def import_features(
+        self,
+        files: Path,
+        source: str,
+        tap_ids: tuple[int, ...],
+        final_state: str,
+        *,
+        check_samples: int,
+        fresh: bool = False,
+    ) -> None:
+        """Feature files of another project -> the feature store `features/`; the arguments say what files do not."""
+        recipe, directory = self.recipe, self.recipe.features
+        said = ImportOptions(files, source, tap_ids, final_state)
+
+        def work() -> None:
+            one_process("--import")
+            if check_samples:
+                _ = self.target
+            outline, layout = self._outline(), self._capture_layout()
+            samples: list[Sample] = []
+            if recipe.data.conversations is not None:
+                samples, _tokenized = tokenize_all(
+                    read_conversations(recipe.data.conversations), outline.tokenizer, recipe.data
+                )
+            pre_norm = layout.final_state and final_state == "pre_norm"
+            report = import_features(
+                said,
+                layout,
+                directory,
+                recipe.capture,
+                self._provenance(),
+                max_length=outline.max_position_embeddings,
+                samples=samples,
+                norm=load_final_norm(**recipe.target.model_dump()) if pre_norm else None,
+                check=HfBackend(self.target, layout) if check_samples else None,
+                check_samples=check_samples,
+                progress=self.progress,
+            )
+            for line in report.lines():
+                self.say(f"features: {line}")
+
+        settings = {
+            "import": [str(files), source, list(tap_ids), final_state],
+            **self._settings("target", "draft", "capture"),
+            "data": self._template_settings(),
+        }
+        self._perform("capture", settings, directory, work, fresh=fresh)
+
+    def _capture_settings(self) -> dict[str, Any]:
+        """What decides the records of a capture."""
+        section = self.recipe.draft
+        # Without taps of its own, and without a checkpoint, a draft taps as many layers as it has.
+        by_depth = section.target_layer_ids is None and section.num_taps is None and section.init_from is None
+        return {
+            "draft": {
+                **section.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
+                **({"num_hidden_layers": section.num_hidden_layers} if by_depth else {}),
+            },
+            **self._settings("target", "capture"),
+            **self._data_settings(),
+        }
+
+    def _conversations_file(self) -> Path:
+        source = self.recipe.data.conversations or self.recipe.answers
+        if not source.is_file():
+            where = "data.conversations" if self.recipe.data.conversations else "the answers of this run"
+            raise DraftsmithError(
+                f"there is no file {source} ({where}); run `draftsmith regenerate` first, or name conversations in "
+                "data.conversations"
+            )
+        return source
+
+    def _data_settings(self) -> dict[str, Any]:
+        """What decides the samples."""
+        data = self.recipe.data.model_dump(mode="json", exclude={"prompts", "conversations"})
+        return {"conversations": file_sha256(self._conversations_file()), "data": effective(data)}
+
+    def _capture_layout(self) -> CaptureLayout:
+        """The features that training this recipe's draft needs."""
+        section = self.recipe.draft
+        warm = read_warm_start(section.init_from) if section.init_from else None
+        config = draft_config(section, self._outline(), warm.config if warm else None)
+        if warm is not None:
+            warm.check(config)  # rather before hours of capture than after them
+        return algorithm(section.algorithm).capture(config)

@@ -1,0 +1,140 @@
+"""The commands around a feature store: new masks, features of others, a look at it and its check."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.capture.hf import HfBackend
+from draftsmith.data.sample import Sample
+from draftsmith.features.reader import Store
+from draftsmith.features.schema import CaptureLayout
+from draftsmith.targets.target import Target
+from tests.test_cli import fails, run, save_target, write_lines, write_recipe
+from tests.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def conversations(directory: Path, *, finished: bool = True) -> Path:
+    """Where the last answer was cut off, the end of its turn is not the assistant's: another mask, same tokens."""
+    return write_lines(
+        directory / f"chats-{finished}.jsonl",
+        [
+            {
+                "id": f"c{number}",
+                "messages": [
+                    {"role": "user", "content": "say it"},
+                    {"role": "assistant", "content": "one two " * number},
+                ],
+                **({} if finished else {"finish_reason": "length"}),
+            }
+            for number in range(1, 5)
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, target: Path) -> Path:
+    return write_recipe(tmp_path, target, data={"conversations": str(conversations(tmp_path))})
+
+
+def succeed(*arguments: Any) -> tuple[str, str]:
+    status, output, errors = run(*arguments)
+    assert status == 0, errors
+    return output, errors
+
+
+def test_a_captured_store_is_remasked_verified_and_shown(recipe: Path, tmp_path: Path) -> None:
+    succeed("capture", recipe, "capture.dtype=fp8")
+    features = tmp_path / "run" / "features"
+    before = Store.open(features)
+    old = {record.sample_id: record for record in before}
+    changed = f"data.conversations={conversations(tmp_path, finished=False)}"
+    assert "other settings" in fails("capture", recipe, "capture.dtype=fp8", changed)
+    _, said = succeed("capture", recipe, "capture.dtype=fp8", changed, "--remask")
+    assert "4 of 4 documents have a new loss mask" in said
+    store = Store.open(features)
+    for record in store:
+        assert torch.equal(record.features["taps"], old[record.sample_id].features["taps"])
+        assert int(record.loss_mask.sum()) < int(old[record.sample_id].loss_mask.sum())
+    _, said = succeed("capture", recipe, "capture.dtype=fp8", changed)
+    assert "done already" in said
+
+    assert "is as it should be" in succeed("inspect", features, "--verify")[1]
+    shown, _ = succeed("inspect", tmp_path / "run", "--sample", "c2")
+    assert "sample c2" in shown
+    assert "⟦" in shown
+    assert "one two one two" in shown[shown.rindex("⟦") : shown.rindex("⟧")]
+    assert "say it" not in shown[shown.rindex("⟦") : shown.rindex("⟧")]
+    assert "has no sample 'c9'" in fails("inspect", features, "--sample", "c9")
+
+    damaged = next(features.glob("*.features.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[-3] ^= 1
+    damaged.write_bytes(data)
+    errors = fails("inspect", features, "--verify")
+    assert f"damaged: {damaged}" in errors
+    assert "has 1 faults" in errors
+
+
+def test_a_sample_is_shown_with_the_stores_own_tokenizer_only(recipe: Path, tmp_path: Path, target: Path) -> None:
+    succeed("capture", recipe)
+    other = shutil.copytree(target, tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|another|>"])
+    tokenizer.save_pretrained(other)
+    assert "has the vocabulary" in fails("inspect", tmp_path / "run", "--sample", "c1", "--tokenizer", other)
+
+
+def write_files(directory: Path, target: Path, chats: Path) -> Path:
+    """SpecForge's files of what the target computes for three documents, layers 2 and 1."""
+    loaded = Target.load(target)
+    layout = CaptureLayout((2, 1), loaded.hidden_size, final_state=False)
+    directory.mkdir()
+    for number, line in enumerate(chats.read_text().splitlines()[:3]):
+        ids = loaded.tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=False)
+        input_ids = torch.tensor(ids)
+        mask = torch.zeros(len(ids), dtype=torch.int64)
+        mask[-3:] = 1
+        (features,) = HfBackend(loaded, layout).features([Sample("x", input_ids, mask.bool())])
+        data = {"input_ids": input_ids, "loss_mask": mask, "hidden_states": features["taps"].clone()[None]}
+        torch.save(data, directory / f"data_{number}.ckpt")
+    return directory
+
+
+def test_features_of_another_project_are_imported_and_trained_on(recipe: Path, tmp_path: Path, target: Path) -> None:
+    files = write_files(tmp_path / "files", target, conversations(tmp_path))
+    said = ("--import", files, "--from", "specforge", "--tap-ids", "2,1", "--final-state", "none")
+    draft = "draft.target_layer_ids=[2]"
+    _, errors = succeed("capture", recipe, draft, "draft.num_taps=null", *said)
+    assert "3 captured" in errors
+    store = Store.open(tmp_path / "run" / "features")
+    assert (len(store), store.manifest.tap_ids) == (3, (2,))
+    assert all(int(record.loss_mask.sum()) == 3 for record in store)
+    wrong = list(said)
+    wrong[5] = "3,2"
+    message = fails("capture", recipe, draft, "draft.num_taps=null", f"run={tmp_path / 'wrong'}", *wrong)
+    assert "layer 2 differs from what the target computes" in message
+
+
+def test_import_needs_everything_that_files_do_not_say(recipe: Path, tmp_path: Path) -> None:
+    message = fails("capture", recipe, "--import", tmp_path, "--from", "specforge")
+    assert "--tap-ids, --final-state missing" in message
+    assert "name them with --import" in fails("capture", recipe, "--tap-ids", "1")
+    said = ("--import", tmp_path, "--from", "specforge", "--tap-ids", "1,x", "--final-state", "none")
+    assert "--tap-ids is '1,x'" in fails("capture", recipe, *said)
+
+
+def test_what_works_in_one_process_says_so(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--fresh works with one process only" in fails("capture", recipe, "--fresh")
+    assert "--remask works in one process; 2 were started" in fails("capture", recipe, "--remask")
