@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.overlap import overlapping
+
 MAX_SPLIT_QUERIES = 32
 """Most query tokens a row may bring for its context to be split over several programs."""
 
@@ -75,10 +77,13 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     scale, softcap, num_chunks, chunk_size, width,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0)
     chunk = tl.program_id(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # The last tile sees the most keys, so it starts first.
     tile = tl.num_programs(2) - 1 - tl.program_id(2)
     batch = (row_head // KV_HEADS).to(tl.int64)
@@ -162,37 +167,45 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, position_ptr, sinks_ptr, out_ptr,
     position_stride_b, position_stride_w, out_stride_b, out_stride_h, out_stride_w, num_chunks, chunk_size, width,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0)
-    row = tl.program_id(1)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch = (row_head // KV_HEADS).to(tl.int64)
-    head = (row_head % KV_HEADS) * GROUPS + row // width
+    rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_ok = rows < GROUPS * width
+    head = (row_head % KV_HEADS) * GROUPS + rows // width
     last = tl.load(position_ptr + batch * position_stride_b + (width - 1) * position_stride_w).to(tl.int32)
     live = tl.minimum((last + (width - 1) * STEP) // chunk_size + 1, num_chunks)
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DIM
 
-    best = float("-inf")
+    best = tl.full([BLOCK_R], float("-inf"), tl.float32)
     if HAS_SINKS:
-        best = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        best = tl.load(sinks_ptr + head, mask=row_ok, other=float("-inf")).to(tl.float32) * 1.4426950408889634
     total = tl.where(best == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for first in range(0, live, BLOCK_C):
         chunks = first + tl.arange(0, BLOCK_C)
-        index = (row_head.to(tl.int64) * num_chunks + chunks) * (GROUPS * width) + row
-        lse = tl.load(lse_ptr + index, mask=chunks < live, other=float("-inf"))
+        index = (row_head.to(tl.int64) * num_chunks + chunks[:, None]) * (GROUPS * width) + rows[None, :]
+        there = (chunks < live)[:, None] & row_ok[None, :]
+        lse = tl.load(lse_ptr + index, mask=there, other=float("-inf"))  # [BLOCK_C, BLOCK_R]
         new_best = tl.maximum(best, tl.max(lse, 0))
         reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(lse - reference)
+        weights = tl.exp2(lse - reference[None, :])
         decay = tl.exp2(best - reference)
-        read = (lse > float("-inf"))[:, None] & dim_ok[None, :]
-        partial = tl.load(partial_ptr + index[:, None] * DIM + dims[None, :], mask=read, other=0.0)
-        acc = acc * decay + tl.sum(weights[:, None] * partial, 0)
+        read = (lse > float("-inf"))[:, :, None] & dim_ok[None, None, :]
+        partial = tl.load(partial_ptr + index[:, :, None] * DIM + dims[None, None, :], mask=read, other=0.0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partial, 0)
         total = total * decay + tl.sum(weights, 0)
         best = new_best
-    target = out_ptr + batch * out_stride_b + head.to(tl.int64) * out_stride_h + (row % width) * out_stride_w
-    tl.store(target + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dim_ok)
+    result = acc / tl.where(row_ok, total, 1.0)[:, None]
+    target = out_ptr + batch * out_stride_b + head.to(tl.int64) * out_stride_h + (rows % width) * out_stride_w
+    inside = row_ok[:, None] & dim_ok[None, :]
+    tl.store(target[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def block_attention(
@@ -244,6 +257,7 @@ def block_attention(
     partial = q.new_empty(batch * kv_heads, num_chunks, rows, dim, dtype=torch.float32) if split else out
     lse = q.new_empty(batch * kv_heads, num_chunks, rows, dtype=torch.float32) if split else out
     position_strides = (start.stride(0), start.stride(1) if start.dim() == 2 else 0)
+    overlap = overlapping(q.device)
     shape = {
         "KV_HEADS": kv_heads, "GROUPS": groups, "DIM": dim, "BLOCK_D": block_d, "STEP": 1 if start.dim() == 1 else 0,
     }  # fmt: skip
@@ -252,12 +266,14 @@ def block_attention(
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *position_strides, *out.stride()[:3],
         scale if softcap is not None else scale * _LOG2E, softcap or 0.0, num_chunks, chunk, width,
         BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, WINDOW=window or 0, HAS_CAP=softcap is not None, SPLIT=split,
-        num_warps=8 if block_m == 128 else 4, num_stages=2, **shape,
+        num_warps=8 if block_m == 128 else 4, num_stages=2, **shape, **overlap,
     )  # fmt: skip
     if split:
-        _join_kernel[(batch * kv_heads, rows)](
+        block_r = join_rows(batch * kv_heads * rows)
+        _join_kernel[(batch * kv_heads, triton.cdiv(rows, block_r))](
             partial, lse, start, lse if sinks is None else sinks, out, *position_strides, *out.stride()[:3],
-            num_chunks, chunk, width, BLOCK_C=16, HAS_SINKS=sinks is not None, num_warps=4, **shape,
+            num_chunks, chunk, width, BLOCK_C=max(1, 8192 // (block_r * block_d)), BLOCK_R=block_r,
+            HAS_SINKS=sinks is not None, num_warps=4, **shape, **overlap,
         )  # fmt: skip
     return out
 
@@ -268,6 +284,13 @@ def split_size(programs: int) -> int:
     if programs <= 16:
         return 64
     return 256 if programs <= 128 else 512
+
+
+def join_rows(rows: int) -> int:
+    """Rows joined by one program: one where there are few, so that it takes many chunks at once."""
+    if rows <= 128:
+        return 1
+    return 4 if rows <= 1024 else 16
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, sinks: Tensor | None, chunk: int | None) -> None:

@@ -5,18 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.prefetch import prefetch_to_l2, share
+from draftsmith.kernels.overlap import overlapping
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """Names, as in a model's configuration, of the activations that `gated_activation` computes."""
 
 
-def gated_activation_reference(
-    gate_up: Tensor,
-    activation: str,
-    dtype: torch.dtype | None = None,
-    prefetch: tuple[Tensor, int] | None = None,
-) -> Tensor:
+def gated_activation_reference(gate_up: Tensor, activation: str, dtype: torch.dtype | None = None) -> Tensor:
     """Plain PyTorch for `gated_activation`."""
     if dtype is not None:
         gate_up = gate_up.sum(0).to(dtype)
@@ -30,12 +25,12 @@ def gated_activation_reference(
 
 @triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, next_ptr, split_stride, next_each, next_total,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, GELU: tl.constexpr, PREFETCH: tl.constexpr,
+    x_ptr, out_ptr, split_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if PREFETCH:
-        worker = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        prefetch_to_l2(next_ptr, worker, next_each, next_total, 128)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -57,17 +52,11 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * WIDTH + columns, (activated.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
 
 
-def gated_activation(
-    gate_up: Tensor,
-    activation: str,
-    dtype: torch.dtype | None = None,
-    prefetch: tuple[Tensor, int] | None = None,
-) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: str, dtype: torch.dtype | None = None) -> Tensor:
     """act(gate) * up.
 
     gate_up [..., 2 I] contiguous, gate first; activation "silu" or "gelu_pytorch_tanh". With a dtype, gate_up is
-    [S, ..., 2 I] fp32, S addends of what the model holds in that dtype (`skinny_linear`). prefetch: a weight
-    that is read soon, and how many of its bytes to fetch into the L2 cache meanwhile. Returns [..., I].
+    [S, ..., 2 I] fp32, S addends of what the model holds in that dtype (`skinny_linear`). Returns [..., I].
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}")
@@ -76,10 +65,8 @@ def gated_activation(
     shape = gate_up.shape[:-1] if dtype is None else gate_up.shape[1:-1]
     rows = gate_up.numel() // (2 * width * splits)
     out = torch.empty(*shape, width, dtype=dtype or gate_up.dtype, device=gate_up.device)
-    grid = (rows, triton.cdiv(width, 512))
-    each, total = (0, 0) if prefetch is None else share(*prefetch, grid[0] * grid[1] * 128)
-    _gated_kernel[grid](
-        gate_up.contiguous(), out, out if prefetch is None else prefetch[0], rows * 2 * width, each, total,
-        WIDTH=width, BLOCK=512, SPLITS=splits, GELU=activation != "silu", PREFETCH=prefetch is not None, num_warps=4,
+    _gated_kernel[(rows, triton.cdiv(width, 512))](
+        gate_up.contiguous(), out, rows * 2 * width,
+        WIDTH=width, BLOCK=512, SPLITS=splits, GELU=activation != "silu", num_warps=4, **overlapping(out.device),
     )  # fmt: skip
     return out

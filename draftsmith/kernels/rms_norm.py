@@ -5,9 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.prefetch import prefetch_to_l2, share
-
-_PREFETCH_PROGRAMS = 64
+from draftsmith.kernels.overlap import overlapping
 
 
 def rms_norm_reference(
@@ -19,7 +17,6 @@ def rms_norm_reference(
     unit_offset: bool = False,
     post_weight: Tensor | None = None,
     partial: bool = False,
-    prefetch: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch for `rms_norm`; same arguments, same results up to rounding."""
     total = x.sum(0).to(weight.dtype) if partial else x
@@ -53,17 +50,15 @@ def _scaled(
 
 @triton.jit
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, post_ptr, out_ptr, total_ptr, next_ptr, x_stride, split_stride, eps, num_rows,
-    next_each, next_total,
+    x_ptr, residual_ptr, weight_ptr, post_ptr, out_ptr, total_ptr, x_stride, split_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, KEEP_TOTAL: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    PREFETCH: tl.constexpr, THREADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PREFETCH:
-        if row >= num_rows:
-            prefetch_to_l2(next_ptr, row - num_rows, next_each, next_total, THREADS)
-            return
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -92,15 +87,13 @@ def rms_norm(
     unit_offset: bool = False,
     post_weight: Tensor | None = None,
     partial: bool = False,
-    prefetch: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norm of (x + residual): returns (normed [..., H], the sum [..., H]; x itself where nothing was done to it).
 
     x, residual [..., H] in bf16, fp16 or fp32, last dimension contiguous; weight [H]. partial: x is [S, ..., H] fp32,
     S addends of what the model holds in the weight's dtype (`skinny_linear`). post_weight [H]: x is normed with it
     before the residual is added (Gemma's norm after a sublayer). unit_offset: norms scale by 1 + weight, in fp32
-    (Gemma); otherwise the normed value is rounded to the dtype before the weight (Llama, Qwen). Statistics in fp32. prefetch: a weight that is read soon, and how many of its bytes to fetch into
-    the L2 cache meanwhile.
+    (Gemma); otherwise the normed value is rounded to the dtype before the weight (Llama, Qwen). Statistics in fp32.
     """
     width = x.shape[-1]
     splits = x.shape[0] if partial else 1
@@ -111,15 +104,11 @@ def rms_norm(
     total = torch.empty_like(out) if changed else x
     block = triton.next_power_of_2(width)
     num_rows = rows.shape[0] // splits
-    warps = min(16, max(1, block // 512))
-    programs = num_rows if prefetch is None else num_rows + _PREFETCH_PROGRAMS
-    each, all_bytes = (0, 0) if prefetch is None else share(*prefetch, _PREFETCH_PROGRAMS * warps * 32)
-    _rms_norm_kernel[(programs,)](
+    _rms_norm_kernel[(num_rows,)](
         rows, rows if residual is None else residual.contiguous(), weight,
-        weight if post_weight is None else post_weight, out, total, weight if prefetch is None else prefetch[0],
-        rows.stride(0), num_rows * rows.stride(0), eps, num_rows, each, all_bytes,
+        weight if post_weight is None else post_weight, out, total, rows.stride(0), num_rows * rows.stride(0), eps,
         WIDTH=width, BLOCK=block, SPLITS=splits, HAS_RESIDUAL=residual is not None,
         HAS_POST=post_weight is not None, KEEP_TOTAL=changed, UNIT_OFFSET=unit_offset,
-        PREFETCH=prefetch is not None, THREADS=warps * 32, num_warps=warps,
+        num_warps=min(16, max(1, block // 512)), **overlapping(x.device),
     )  # fmt: skip
     return out, total

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.prefetch import prefetch_to_l2, share
+from draftsmith.kernels.overlap import overlapping
 
 
 def rope_cache_reference(
@@ -21,7 +21,6 @@ def rope_cache_reference(
     k_weight: Tensor | None,
     eps: float,
     unit_offset: bool = False,
-    prefetch: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Plain PyTorch for `rope_cache` (writes the caches in place, returns q)."""
     if qkv.dim() == 4:
@@ -67,18 +66,18 @@ def _summed(source, offsets, inside, split_stride, SPLITS: tl.constexpr, dtype: 
 
 @triton.jit
 def _rope_cache_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, position_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr, next_ptr,
+    qkv_ptr, cos_ptr, sin_ptr, position_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
     qkv_stride_b, qkv_stride_w, split_stride, cos_stride_b, cos_stride_w, position_stride_b, position_stride_w,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps, width,
-    next_each, next_total,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
-    if PREFETCH:
-        prefetch_to_l2(next_ptr, token * tl.num_programs(1) + head, next_each, next_total, 32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch = (token // width).to(tl.int64)
     slot = token % width
     position = tl.load(position_ptr + batch * position_stride_b + slot * position_stride_w).to(tl.int64) + slot * STEP
@@ -140,7 +139,6 @@ def rope_cache(
     k_weight: Tensor | None,
     eps: float,
     unit_offset: bool = False,
-    prefetch: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values to the cache.
 
@@ -149,8 +147,7 @@ def rope_cache(
     halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, or
     [batch, w] int, the position of every token, which is also where its key and value go; k_cache, v_cache
     [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim] of the per-head RMS norms, both or
-    neither; prefetch: a weight that is read soon, and how many of its bytes to fetch into the L2 cache meanwhile.
-    Returns q [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
+    neither. Returns q [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
@@ -166,16 +163,14 @@ def rope_cache(
         raise ValueError("cos and sin must be laid out alike, with the rotary dimension contiguous")
     q = torch.empty(batch, width, heads, dim, dtype=k_cache.dtype, device=qkv.device)
     placeholder = qkv
-    grid = (batch * width, heads + 2 * kv_heads)
-    each, total = (0, 0) if prefetch is None else share(*prefetch, grid[0] * grid[1] * 32)
-    _rope_cache_kernel[grid](
+    _rope_cache_kernel[(batch * width, heads + 2 * kv_heads)](
         qkv, cos, sin, start,
         placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
-        q, k_cache, v_cache, q if prefetch is None else prefetch[0], qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0),
+        q, k_cache, v_cache, qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0),
         cos.stride(-2), start.stride(0), start.stride(1) if start.dim() == 2 else 0,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], eps, width, each, total,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], eps, width,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[-1], BLOCK=triton.next_power_of_2(dim),
         STEP=1 if start.dim() == 1 else 0, SPLITS=splits, TABLE=table,
-        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, PREFETCH=prefetch is not None, num_warps=1,
+        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=1, **overlapping(q.device),
     )  # fmt: skip
     return q.transpose(1, 2)

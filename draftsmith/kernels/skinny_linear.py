@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.overlap import overlapping
+
 MAX_ROWS = 16
 """Most rows that one tile of the tensor cores takes along for free; more belong to a general matrix product."""
 
@@ -16,30 +18,41 @@ def skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def _skinny_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, out_ptr, num_rows, x_stride, weight_stride,
-    N: tl.constexpr, K: tl.constexpr, K_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, num_rows, x_stride, weight_stride, num_outputs, inner, part,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    output_ok = outputs < N
+    output_ok = outputs < num_outputs
     rows = tl.arange(0, BLOCK_M)
     row_ok = rows < num_rows
-    columns = split * K_SPLIT + tl.arange(0, BLOCK_K)
+    columns = split * part + tl.arange(0, BLOCK_K)
     weights = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride + columns[None, :]
     inputs = x_ptr + rows[None, :] * x_stride + columns[:, None]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for offset in range(0, K_SPLIT, BLOCK_K):
-        if EVEN:  # a mask along the contiguous dimension would break its loads into small ones
+    # The first weights are on their way while the kernel before this one still computes x.
+    if EVEN:  # a mask along the contiguous dimension would break its loads into small ones
+        w = tl.load(weights)
+    else:
+        w = tl.load(weights, mask=output_ok[:, None] & (columns < inner)[None, :], other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if EVEN:
+        x = tl.load(inputs, mask=row_ok[None, :], other=0.0)
+    else:
+        x = tl.load(inputs, mask=row_ok[None, :] & (columns < inner)[:, None], other=0.0)
+    acc = tl.dot(w, x, input_precision="ieee")
+    for offset in range(BLOCK_K, part, BLOCK_K):
+        if EVEN:
             w = tl.load(weights + offset)
             x = tl.load(inputs + offset, mask=row_ok[None, :], other=0.0)
         else:
-            column_ok = columns + offset < K
+            column_ok = columns + offset < inner
             w = tl.load(weights + offset, mask=output_ok[:, None] & column_ok[None, :], other=0.0)
             x = tl.load(inputs + offset, mask=row_ok[None, :] & column_ok[:, None], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
-    target = out_ptr + (split * num_rows + rows[None, :]) * N + outputs[:, None]
+    target = out_ptr + (split * num_rows + rows[None, :]).to(tl.int64) * num_outputs + outputs[:, None]
     tl.store(target, acc, mask=output_ok[:, None] & row_ok[None, :])
 
 
@@ -73,18 +86,19 @@ def skinny_linear(
     splits = triton.cdiv(inner, part)
     out = torch.empty(splits, *x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     _skinny_kernel[(triton.cdiv(outputs, block_n), splits)](
-        x, weight, out, rows, inner, weight.stride(0), N=outputs, K=inner, K_SPLIT=part,
-        BLOCK_M=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k,
-        EVEN=outputs % block_n == 0 and inner % block_k == 0, num_warps=warps, num_stages=stages,
+        x, weight, out, rows, inner, weight.stride(0), outputs, inner, part,
+        BLOCK_M=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=outputs % block_n == 0 and inner % part == 0,
+        num_warps=warps, num_stages=stages, **overlapping(x.device),
     )  # fmt: skip
     return out
 
 
 def _tiles(outputs: int, inner: int) -> tuple[int, int, int]:
-    """(splits, block_n, block_k) for a weight [outputs, inner]: enough programs to fill a large device twice."""
+    """(splits, block_n, block_k) for a weight [outputs, inner]: enough programs to keep a large device's memory busy,
+    and no more, because each split's addends are written and read again."""
     block_n, block_k = 64, 128
     programs = triton.cdiv(outputs, block_n)
     splits = 1
-    while programs * splits < 264 and inner // (2 * splits) >= 4 * block_k:
+    while programs * splits < 192 and inner // (2 * splits) >= 4 * block_k:
         splits *= 2
     return splits, block_n, block_k

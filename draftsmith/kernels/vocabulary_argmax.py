@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.overlap import overlapping
+
 
 def vocabulary_argmax_reference(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Plain PyTorch for `vocabulary_argmax`."""
@@ -17,26 +19,29 @@ def vocabulary_argmax_reference(hidden: Tensor, weight: Tensor, softcap: float |
 @triton.jit
 def _tile_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, best_ptr, index_ptr, num_rows, num_tiles, x_stride, weight_stride, softcap,
-    V: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, HAS_CAP: tl.constexpr,
+    vocabulary, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, HAS_CAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     tokens = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    token_ok = tokens < V
+    token_ok = tokens < vocabulary
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < num_rows
     columns = tl.arange(0, BLOCK_K)
     # A tile past the end reads the last row again: its values are dropped below, and the loads need no mask.
-    source = tl.minimum(tokens, V - 1).to(tl.int64)
+    source = tl.minimum(tokens, vocabulary - 1).to(tl.int64)
     weights = weight_ptr + source[:, None] * weight_stride + columns[None, :]
     inputs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + columns[:, None]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for offset in range(0, K, BLOCK_K):
+    for offset in range(0, inner, BLOCK_K):
         if EVEN:
             w = tl.load(weights + offset)
             x = tl.load(inputs + offset, mask=row_ok[None, :], other=0.0)
         else:
-            column_ok = columns + offset < K
+            column_ok = columns + offset < inner
             w = tl.load(weights + offset, mask=column_ok[None, :], other=0.0)
             x = tl.load(inputs + offset, mask=row_ok[None, :] & column_ok[:, None], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
@@ -52,13 +57,16 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     logits = tl.where(logits == logits, logits, float("inf"))
     logits = tl.where(token_ok[:, None], logits, float("-inf"))
     best = tl.max(logits, 0)
-    index = tl.min(tl.where((logits == best[None, :]) & token_ok[:, None], tokens[:, None], V), 0)
+    index = tl.min(tl.where((logits == best[None, :]) & token_ok[:, None], tokens[:, None], vocabulary), 0)
     tl.store(best_ptr + rows.to(tl.int64) * num_tiles + tile, best, mask=row_ok)
     tl.store(index_ptr + rows.to(tl.int64) * num_tiles + tile, index, mask=row_ok)
 
 
 @triton.jit
-def _choose_kernel(best_ptr, index_ptr, id_ptr, finite_ptr, num_tiles, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _choose_kernel(best_ptr, index_ptr, id_ptr, finite_ptr, num_tiles, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, BLOCK)
     inside = tiles < num_tiles
@@ -102,8 +110,11 @@ def vocabulary_argmax(
     finite = torch.empty(rows, dtype=torch.bool, device=x.device)
     _tile_kernel[(triton.cdiv(rows, block_m), tiles)](
         x, weight, best, index, rows, tiles, inner, weight.stride(0), softcap or 1.0,
-        V=vocabulary, K=inner, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inner % block_k == 0,
+        vocabulary, inner, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inner % block_k == 0,
         HAS_CAP=softcap is not None, num_warps=warps or (8 if block_m >= 128 else 4), num_stages=stages or 3,
+        **overlapping(x.device),
     )  # fmt: skip
-    _choose_kernel[(rows,)](best, index, ids, finite, tiles, BLOCK=triton.next_power_of_2(tiles), num_warps=4)
+    _choose_kernel[(rows,)](
+        best, index, ids, finite, tiles, BLOCK=triton.next_power_of_2(tiles), num_warps=4, **overlapping(x.device)
+    )
     return ids.view(hidden.shape[:-1]), finite.view(hidden.shape[:-1])

@@ -27,9 +27,6 @@ from draftsmith.targets.joining import GatedMLP, Layer, Linear, join_layer, norm
 # Rope whose frequencies depend on the length of the text: a table of angles by position does not hold them.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-# Most rows (tokens of all rows) for which reading weights, and not arithmetic, takes the time.
-_PREFETCH_ROWS = 128
-
 # Positions of the angle tables past the model's own last one: room for a block that begins within it.
 _TABLE_MARGIN = 256
 
@@ -41,16 +38,6 @@ class LayerFacts:
     scale: float
     window: int | None
     softcap: float | None
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """How many bytes of the weight that is read next each kind of small kernel fetches into the L2 cache meanwhile:
-    norm, of the projection after it; rope, of the attention's output projection; gate, of the MLP's. 0: none."""
-
-    norm: int = 0
-    rope: int = 0
-    gate: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,9 +67,7 @@ class FusedDecoder:
         epsilon: float,
         unit_offset: bool,
         kernels: bool,
-        prefetch: Prefetch = Prefetch(),
     ) -> None:
-        self.prefetch = prefetch
         self.layers = tuple(layers)
         self.facts = tuple(facts)
         self.tables = tuple(tables)
@@ -116,26 +101,22 @@ class FusedDecoder:
         stream: Tensor | None = None
         coming = _Sum(embedded)
         for index, layer in enumerate(self.layers):
-            states, stream = self._norm(coming, stream, layer.input_norm, layer.attention.qkv)
+            states, stream = self._norm(coming, stream, layer.input_norm)
             if index - 1 in tap_ids:
                 taps[index - 1] = stream
             coming = self._attend(index, states, attention)
-            after = layer.mlp.gate_up if isinstance(layer.mlp, GatedMLP) else None
-            states, stream = self._norm(coming, stream, layer.mlp_norm, after)
+            states, stream = self._norm(coming, stream, layer.mlp_norm)
             coming = self._feed_forward(layer, states)
-        final, stream = self._norm(coming, stream, self.final_norm, None)
+        final, stream = self._norm(coming, stream, self.final_norm)
         if len(self.layers) - 1 in tap_ids:
             taps[len(self.layers) - 1] = stream
         return final, taps
 
-    def _norm(
-        self, coming: _Sum, stream: Tensor | None, weight: Tensor, after: Linear | None
-    ) -> tuple[Tensor, Tensor]:
-        """Adds what is coming to the residual stream, and norms the sum; `after` is the projection that reads it."""
+    def _norm(self, coming: _Sum, stream: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds what is coming to the residual stream, and norms the sum."""
         return self._rms_norm(
             coming.value, weight, self.epsilon, stream,
             unit_offset=self.unit_offset, post_weight=coming.post_norm, partial=coming.partial,
-            prefetch=self._next(after, self.prefetch.norm, coming.value),
         )  # fmt: skip
 
     def _attend(self, index: int, states: Tensor, attention: CachedAttention) -> _Sum:
@@ -146,7 +127,6 @@ class FusedDecoder:
             qkv, *self.tables[index], attention.positions, keys, values,
             heads=layer.attention.heads, q_weight=layer.attention.q_norm, k_weight=layer.attention.k_norm,
             eps=self.epsilon, unit_offset=self.unit_offset,
-            prefetch=self._next(layer.attention.out, self.prefetch.rope, states),
         )  # fmt: skip
         attended = attention.over_cache(
             query, keys, values, scale=facts.scale, window=facts.window, softcap=facts.softcap
@@ -158,17 +138,9 @@ class FusedDecoder:
         if not isinstance(layer.mlp, GatedMLP):
             return _Sum(layer.mlp(states), False, layer.mlp_post_norm)
         gate_up, partial = self._product(states, layer.mlp.gate_up)
-        gated = self._gate(
-            gate_up, layer.mlp.activation, states.dtype if partial else None,
-            prefetch=self._next(layer.mlp.down, self.prefetch.gate, states),
-        )  # fmt: skip
+        gated = self._gate(gate_up, layer.mlp.activation, states.dtype if partial else None)
         value, partial = self._product(gated, layer.mlp.down)
         return _Sum(value, partial, layer.mlp_post_norm)
-
-    def _next(self, linear: Linear | None, limit: int, states: Tensor) -> tuple[Tensor, int] | None:
-        """What a small kernel fetches ahead: nothing where many rows keep the device busy with arithmetic."""
-        few = states.shape[-3] * states.shape[-2] <= _PREFETCH_ROWS
-        return (linear.weight, limit) if linear is not None and limit and few and self.kernels else None
 
     def _product(self, x: Tensor, linear: Linear) -> tuple[Tensor, bool]:
         """x W^T + b, and whether it comes as addends that the next kernel sums."""

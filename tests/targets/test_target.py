@@ -240,6 +240,7 @@ def test_options_know_their_keys():
         "dtype": "auto",
         "device": "auto",
         "revision": None,
+        "fuse": "auto",
         "trust_remote_code": False,
     }
     for wrong in ({"dtype": "int8"}, {"divice": "cpu"}, {"path": 3}):
