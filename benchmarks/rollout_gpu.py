@@ -166,7 +166,7 @@ def floor() -> Iterator[dict[str, Any]]:
     }
 
 
-def rollouts(batches: list[int], spread: float, names: list[str]) -> Iterator[dict[str, Any]]:
+def rollouts(batches: list[int], spread: float, names: list[str], repeats: int) -> Iterator[dict[str, Any]]:
     """Whole rollouts, and what they agree on."""
     ends = make_ends()
     _HEAD_ROWS[:] = [ends.head_weight]
@@ -181,7 +181,8 @@ def rollouts(batches: list[int], spread: float, names: list[str]) -> Iterator[di
             hidden = make_hidden(ends.head_weight, batch, draft.config.block_size)
             anchors = torch.randint(VOCAB, (batch,), device=DEVICE)
             proposals = method.block_layout(draft.config).max_proposals
-            base = median_ms(lambda hidden=hidden: draft.logits(hidden[:, :proposals], ends))
+            slots = hidden[:, -proposals:].contiguous()
+            base = median_ms(lambda slots=slots: draft.logits(slots, ends), repeats)
             yield {"part": "base product", "method": name, "batch": batch, "ms": base}
             first: Tensor | None = None
             for temperature in (0.0, 1.0):
@@ -193,11 +194,11 @@ def rollouts(batches: list[int], spread: float, names: list[str]) -> Iterator[di
                     with torch.no_grad():
                         tokens = proposer.propose(hidden, anchors, sampler).token_ids
                         first = tokens if first is None else first
-                        ms = median_ms(lambda: proposer.propose(hidden, anchors, sampler))  # noqa: B023
+                        ms = median_ms(lambda: proposer.propose(hidden, anchors, sampler), repeats)  # noqa: B023
                     yield {
                         "part": "rollout", "method": name, "batch": batch, **variant, "temperature": temperature,
                         "ms": ms, "equal_to_first": float((tokens == first).float().mean()),
-                        "changed_by_head": float((tokens != draft.logits(hidden, ends).argmax(-1)[:, -proposals:]).float().mean()),
+                        "changed_by_head": float((tokens != draft.logits(slots, ends).argmax(-1)).float().mean()),
                     }  # fmt: skip
 
 
@@ -262,6 +263,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="*", default=list(HEADS))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--spread", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
@@ -269,7 +271,7 @@ def main() -> int:
     torch.manual_seed(arguments.seed)
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "floor": floor,
-        "rollouts": lambda: rollouts(arguments.batches, arguments.spread, arguments.methods),
+        "rollouts": lambda: rollouts(arguments.batches, arguments.spread, arguments.methods, arguments.repeats),
         "steps": lambda: steps(arguments.batches, arguments.spread),
         "million": lambda: million(arguments.steps, arguments.seed),
     }

@@ -159,7 +159,7 @@ class DominoProposer:
     def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
         """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
         head = cast(DominoHead, self.draft.head)
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         base = self.draft.logits(slots, self.ends)  # [batch, P, V]
         token_ids, distributions = [], []
         previous = embeddings(self.draft, self.ends, anchor_ids)  # [batch, H]

@@ -72,7 +72,7 @@ class KeyedDominoProposer:
     def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
         """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
         head = cast(DominoHead, self.draft.head)
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         block = self.search.block(self.draft.logits(slots, self.part_ends), anchor_ids, cast(RowSampling, sampler))
         # W1 [h; s] = W1_h h + W1_s s, the first for all slots at once.
         for_hidden, for_state = cast(nn.Linear, head.embed_proj[0]).weight.split(

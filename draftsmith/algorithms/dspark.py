@@ -214,7 +214,7 @@ class DSparkProposer:
         `min_survival` is set."""
         head = _head(self.draft)
         markov = head.markov_head
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         unary = self.draft.logits(slots, self.ends)  # [batch, P, V]
         ids, state = anchor_ids, markov.start(markov.embed(anchor_ids))
         token_ids, distributions, confidence = [], [], []

@@ -57,7 +57,7 @@ class KeyedDSparkProposer:
         `min_survival` is set."""
         head = cast(DSparkHead, self.draft.head)
         markov = head.markov_head
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         block = self.search.block(self.draft.logits(slots, self.part_ends), anchor_ids, cast(RowSampling, sampler))
         state = slots.new_zeros(slots.shape[0], markov.rank)
         for step in range(self.num_proposals):

@@ -7,6 +7,8 @@ are, for the verifier needs that softmax. The memory traffic of W2 is the bill, 
 tiles of rows, a fixed number of programs with several tiles in flight.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -66,6 +68,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     base_stride, scores_stride, vocab, rank, batch, first_id, tiles, draw,
     BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
     CORRECT: tl.constexpr, GATHER: tl.constexpr, SAMPLE: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     row_ok = rows < batch
@@ -97,7 +100,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         score = tl.load(base_ptr + base_offset, mask=both_ok, other=0.0).to(tl.float32)
         if CORRECT:
             weight_offset = tokens.to(tl.int64)[:, None] * rank + dims[None, :]
-            weight = tl.load(weight_ptr + weight_offset, mask=token_ok[:, None] & dim_ok[None, :], other=0.0)
+            weight_ok = token_ok[:, None] & dim_ok[None, :]
+            weight = tl.load(weight_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
             score = tl.dot(weight, latent, input_precision="ieee") + score
         ids = (tokens + first_id)[:, None]
         if SAMPLE:
@@ -112,11 +116,21 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_max(keys_ptr + rows, tl.max(best, 0), mask=row_ok)
 
 
+@dataclass(frozen=True)
 class Tiling:
-    """How the kernels cut their work: tokens a tile, warps, tiles in flight, programs (0: by the device)."""
+    """How a search cuts its work: the most tokens in a tile, warps, tiles in flight, programs (0: two on each
+    multiprocessor), and what the cache is told to do with W2 once it is read."""
 
-    def __init__(self, block: int = 64, warps: int = 4, stages: int = 3, programs: int = 0) -> None:
-        self.block, self.warps, self.stages, self.programs = block, warps, stages, programs
+    block: int = 64
+    warps: int = 4
+    stages: int = 3
+    programs: int = 0
+    evict: str = ""
+
+
+GREEDY_TILING = Tiling()
+SAMPLING_TILING = Tiling(warps=8)
+TILE_BYTES = 32768
 
 
 def low_rank_argmax(
@@ -178,13 +192,14 @@ def _scan(
 ) -> None:
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
-    rank = 16 if weight is None else weight.shape[1]
-    tiling = tiling or Tiling()
-    block_b = min(64, max(16, triton.next_power_of_2(batch)))
+    rank, item = (16, 2) if weight is None else (weight.shape[1], weight.element_size())
+    tiling = tiling or (GREEDY_TILING if sampling is None else SAMPLING_TILING)
+    # Noise is made for every column of a tile, so there are no more than needed; products alone come by sixteen.
+    block_b = min(64, max(16 if sampling is None else 1, triton.next_power_of_2(batch)))
     block_e = max(16, triton.next_power_of_2(rank))
-    block_v = max(16, min(tiling.block, 32768 // block_e))
+    block_v = max(16, min(tiling.block, TILE_BYTES // (item * block_e)))
     tiles = triton.cdiv(vocab, block_v)
-    programs = min(tiles, tiling.programs or multiprocessors(base.device))
+    programs = min(tiles, tiling.programs or 2 * multiprocessors(base.device))
     scores, temperature, seeds, positions, draw = sampling or (keys, keys, keys, keys, 0)
     _scan_kernel[(programs, triton.cdiv(batch, block_b))](
         base, base if weight is None else weight, base if latent is None else latent,
@@ -192,7 +207,7 @@ def _scan(
         base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, draw,
         BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
         CORRECT=weight is not None, GATHER=previous is not None, SAMPLE=sampling is not None,
-        REVERSE=reverse, STAGES=tiling.stages, num_warps=tiling.warps,
+        REVERSE=reverse, STAGES=tiling.stages, EVICT=tiling.evict, num_warps=tiling.warps,
     )  # fmt: skip
 
 
@@ -202,8 +217,8 @@ def new_keys(*shape: int, device: torch.device) -> Tensor:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs keep a device busy."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    """Of a CUDA device; two of an interpreter, so that programs share the work there too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def check_operands(

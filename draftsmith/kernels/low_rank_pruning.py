@@ -116,14 +116,18 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK_E)
     dim_ok = dims < rank
     base_ptr += row * base_stride
+    # Everything that does not need the latent is asked for first: a step is a chain of waits.
+    some = tl.load(candidates_ptr + row * candidates_stride + tl.arange(0, COUNT))
+    latent_row = row
+    if GATHER:
+        latent_row = key_ids_in_kernel(tl.load(previous_ptr + row))
     tokens = part * SPAN + tl.arange(0, SPAN)
     token_ok = tokens < vocab
     base = tl.load(base_ptr + tokens, mask=token_ok, other=0.0).to(tl.float32)
     norms = tl.load(norms_ptr + tokens, mask=token_ok, other=0.0)
+    weight = tl.load(weight_ptr + some.to(tl.int64)[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
+    score = tl.load(base_ptr + some).to(tl.float32)
 
-    latent_row = row
-    if GATHER:
-        latent_row = key_ids_in_kernel(tl.load(previous_ptr + row))
     latent = tl.load(latent_ptr + latent_row * rank + dims, mask=dim_ok, other=0.0)
     # Every column of the product is this row's; matrix units want several.
     columns = tl.broadcast_to(latent[:, None], [BLOCK_E, 16])
@@ -133,9 +137,6 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     length = largest * tl.sqrt(tl.sum(scaled * scaled, 0))
 
     # L: the best of the candidates' scores.
-    some = tl.load(candidates_ptr + row * candidates_stride + tl.arange(0, COUNT))
-    weight = tl.load(weight_ptr + some.to(tl.int64)[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
-    score = tl.load(base_ptr + some).to(tl.float32)
     score = tl.broadcast_to(score[:, None], [COUNT, 16])
     score = tl.dot(weight, columns, input_precision="ieee") + score
     lower = tl.max(tl.max(score, 1), 0)
@@ -179,7 +180,7 @@ def pruned_low_rank_argmax(
     read: Tensor | None = None,
     span: int = 1024,
     warps: int = 4,
-    stages: int = 2,
+    stages: int = 1,
 ) -> None:
     """Raises `keys` to the best token's key, as `low_rank_argmax` does, reading only rows of W2 that may win.
 

@@ -66,6 +66,7 @@ def _input_kernel(  # type: ignore[no-untyped-def]
     previous_ptr, embedding_ptr, weight_ptr, out_ptr, next_ptr, scale, hidden, lines, batch, part, each, total,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
     SCALED: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     if PREFETCH:
         prefetch_to_l2(next_ptr, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), each, total, THREADS)
@@ -81,7 +82,8 @@ def _input_kernel(  # type: ignore[no-untyped-def]
         inner = first + tl.arange(0, BLOCK_K)
         inner_ok = inner < hidden
         weight_offset = line.to(tl.int64)[:, None] * hidden + inner[None, :]
-        weight = tl.load(weight_ptr + weight_offset, mask=line_ok[:, None] & inner_ok[None, :], other=0.0)
+        weight_ok = line_ok[:, None] & inner_ok[None, :]
+        weight = tl.load(weight_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
         x_offset = token[None, :] * hidden + inner[:, None]
         x = tl.load(embedding_ptr + x_offset, mask=inner_ok[:, None] & row_ok[None, :], other=0.0).to(dtype)
         if SCALED:
@@ -103,6 +105,7 @@ def input_gates(
     depth: int = 256,
     warps: int = 4,
     stages: int = 3,
+    evict: str = "",
 ) -> Tensor:
     """W_i x of the tokens in `previous` as S addends [S, batch, 3G] fp32.
 
@@ -127,7 +130,7 @@ def input_gates(
         previous, embedding, weight_ih, out, weight_ih if prefetch is None else prefetch[0], scale, hidden, outputs,
         batch, part, each, total,
         BLOCK_N=lines, BLOCK_K=depth, BLOCK_B=block_b, SCALED=scale != 1.0, STAGES=stages,
-        PREFETCH=prefetch is not None, THREADS=warps * 32, num_warps=warps,
+        PREFETCH=prefetch is not None, THREADS=warps * 32, EVICT=evict, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -152,10 +155,14 @@ def _load_gate(ptr, columns, ok, addend_stride, SPLITS: tl.constexpr):  # type: 
 @triton.jit
 def _advance_kernel(  # type: ignore[no-untyped-def]
     previous_ptr, gates_i_ptr, gates_h_ptr, state_ptr, new_state_ptr, hidden_ptr, weight_state_ptr, weight_hh_ptr,
-    latent_ptr, new_gates_ptr, hidden_stride, weight_stride, width, rank, latent_programs, batch, addend_stride,
+    latent_ptr, new_gates_ptr, next_ptr, hidden_stride, weight_stride, width, rank, latent_programs, batch,
+    addend_stride, each, prefetched,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr, THREADS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    if PREFETCH:
+        prefetch_to_l2(next_ptr, program, each, prefetched, THREADS)
     columns = tl.arange(0, BLOCK_K)
     column_ok = columns < width
     for_latent = program < latent_programs
@@ -165,12 +172,14 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
         line = program * BLOCK_N + tl.arange(0, BLOCK_N)
         line_ok = line < rank
         weight_offset = line[:, None] * weight_stride + columns[None, :]
-        weight = tl.load(weight_state_ptr + weight_offset, mask=line_ok[:, None] & column_ok[None, :], other=0.0)
+        weight_ok = line_ok[:, None] & column_ok[None, :]
+        weight = tl.load(weight_state_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
     else:
         line = (program - latent_programs) * BLOCK_N + tl.arange(0, BLOCK_N)
         line_ok = line < 3 * width
         weight_offset = line[:, None] * width + columns[None, :]
-        weight = tl.load(weight_hh_ptr + weight_offset, mask=line_ok[:, None] & column_ok[None, :], other=0.0)
+        weight_ok = line_ok[:, None] & column_ok[None, :]
+        weight = tl.load(weight_hh_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
     for row in range(batch):
         gates_row = row
         if TABLE:
@@ -211,8 +220,10 @@ def advance(
     weight_hh: Tensor,
     *,
     previous: Tensor | None = None,
+    prefetch: tuple[Tensor, int] | None = None,
     lines: int = 16,
     warps: int = 8,
+    evict: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token further: (state [batch, G], latent [batch, E], the state's side of the next gates [batch, 3G] fp32).
 
@@ -228,12 +239,15 @@ def advance(
     block_n = max(1, min(lines, 16384 // block_k))
     latent_programs = triton.cdiv(rank, block_n)
     new_state, latent, new_gates = torch.empty_like(state), state.new_empty(batch, rank), torch.empty_like(gates_h)
-    _advance_kernel[(latent_programs + triton.cdiv(3 * width, block_n),)](
+    programs = latent_programs + triton.cdiv(3 * width, block_n)
+    each, prefetched = (0, 0) if prefetch is None else share(*prefetch, programs * warps * 32)
+    _advance_kernel[(programs,)](
         state if previous is None else previous, gates_i, gates_h, state, new_state, from_hidden, weight_state,
-        weight_hh, latent, new_gates, from_hidden.stride(0), weight_state.stride(0), width, rank, latent_programs,
-        batch, batch * 3 * width,
+        weight_hh, latent, new_gates, weight_hh if prefetch is None else prefetch[0], from_hidden.stride(0),
+        weight_state.stride(0), width, rank, latent_programs, batch, batch * 3 * width, each, prefetched,
         BLOCK_N=block_n, BLOCK_K=block_k, TABLE=previous is not None,
-        SPLITS=1 if previous is not None else gates_i.shape[0], num_warps=warps,
+        SPLITS=1 if previous is not None else gates_i.shape[0],
+        PREFETCH=prefetch is not None, THREADS=warps * 32, EVICT=evict, num_warps=warps,
     )  # fmt: skip
     return new_state, latent, new_gates
 

@@ -7,7 +7,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from draftsmith.kernels.gru_cell import gru_cell, gru_cell_reference, token_table
+from draftsmith.kernels import prefix_gru
 from draftsmith.kernels.keys import key_ids, key_scores, pack_keys
 from draftsmith.kernels.low_rank_argmax import (
     low_rank_argmax,
@@ -22,7 +22,6 @@ from draftsmith.kernels.low_rank_pruning import (
     row_norms,
 )
 from draftsmith.kernels.noise import gumbel_noise
-from draftsmith.kernels.prefix_latent import prefix_latent, prefix_latent_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -125,26 +124,28 @@ def test_sampling(dtype: torch.dtype, batch: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("width", "hidden"), [(40, 72), (1024, 4096), (192, 576)])
-def test_gru_cell_and_latent(dtype: torch.dtype, batch: int, width: int, hidden: int) -> None:
+def test_prefix_gru(dtype: torch.dtype, batch: int, width: int, hidden: int) -> None:
     rank = 20
     embedding = torch.randn(99, hidden, device=DEVICE).to(dtype)
     weight_ih = (torch.randn(3 * width, hidden, device=DEVICE) * hidden**-0.5).to(dtype)
     weight_hh = (torch.randn(3 * width, width, device=DEVICE) * width**-0.5).to(dtype)
-    state, ids = torch.randn(batch, width, device=DEVICE).to(dtype), torch.randint(99, (batch,), device=DEVICE)
-    keys, out = pack_keys(torch.zeros(batch, device=DEVICE), ids), torch.full_like(state, float("nan"))
-    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-    close = dict(rtol=tolerance, atol=tolerance)
-    gru_cell(keys, embedding, weight_ih, weight_hh, state, out)
-    torch.testing.assert_close(out, gru_cell_reference(ids, embedding, weight_ih, weight_hh, state), **close)
-    table, from_table = token_table(embedding, weight_ih), torch.full_like(state, float("nan"))
-    gru_cell(keys, table, None, weight_hh, state, from_table)
-    torch.testing.assert_close(from_table, gru_cell_reference(ids, table, None, weight_hh, state), **close)
-    other = torch.full_like(state, float("nan"))
-    gru_cell(pack_keys(torch.zeros(batch, device=DEVICE), (ids + 1) % 99), embedding, weight_ih, weight_hh, state, other)
-    assert not torch.equal(out, other)
-
     whole = (torch.randn(rank, hidden + width, device=DEVICE) * width**-0.5).to(dtype)
+    state, ids = torch.randn(batch, width, device=DEVICE).to(dtype), torch.randint(99, (batch,), device=DEVICE)
     from_hidden = torch.randn(batch, 3, rank, device=DEVICE).to(dtype)[:, 1]
-    latent = torch.full((batch, rank), float("nan"), dtype=dtype, device=DEVICE)
-    prefix_latent(from_hidden, whole[:, hidden:], state, latent)
-    torch.testing.assert_close(latent, prefix_latent_reference(from_hidden, whole[:, hidden:], state), **close)
+    keys, gates_h = pack_keys(torch.zeros(batch, device=DEVICE), ids), state.float() @ weight_hh.float().T
+    rest = (gates_h, state, from_hidden, whole[:, hidden:], weight_hh)
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    close = dict(rtol=tolerance, atol=tolerance)
+
+    gates_i = prefix_gru.input_gates(keys, embedding, weight_ih, prefetch=(weight_hh, 4096))
+    reference = prefix_gru.input_gates_reference(ids, embedding, weight_ih)
+    torch.testing.assert_close(gates_i.sum(0), reference[0], rtol=1e-4, atol=1e-4)
+    expected = prefix_gru.advance_reference(reference, *rest)
+    for found, wanted in zip(prefix_gru.advance(gates_i, *rest), expected, strict=True):
+        torch.testing.assert_close(found, wanted, **close)
+    table = prefix_gru.token_table(embedding, weight_ih)
+    from_table = prefix_gru.advance(table, *rest, previous=keys, prefetch=(weight_hh, 4096))
+    for found, wanted in zip(from_table, expected, strict=True):
+        torch.testing.assert_close(found, wanted, **close)
+    other = prefix_gru.advance(table, *rest, previous=pack_keys(torch.zeros(batch, device=DEVICE), (ids + 1) % 99))
+    assert not any(torch.equal(found, wanted) for found, wanted in zip(other, from_table, strict=True))

@@ -1,0 +1,153 @@
+"""Exact pruning: the same token as the dense search, on inputs made to trap it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from draftsmith.kernels.keys import key_ids
+from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_argmax_reference, low_rank_scores, new_keys
+from draftsmith.kernels.low_rank_pruning import (
+    CANDIDATES,
+    candidates,
+    candidates_reference,
+    pruned_low_rank_argmax,
+    pruned_low_rank_argmax_reference,
+    row_norms,
+    upper_bounds,
+)
+
+CPU = torch.device("cpu")
+
+
+def ordinary(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    pass
+
+
+def ties(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    base.mul_(0.5).round_()
+    weight.round_()
+    latent.round_()
+
+
+def equal_rows(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    weight[:] = weight[:1].sign()
+    latent.round_()
+    base[:] = base[:, :1].round()
+
+
+def huge_norms(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    weight[::3] *= 1e15
+    latent *= 1e15
+
+
+def tiny(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    """Only products that nearly vanish tell rows apart."""
+    base.zero_()
+    latent *= 1e-30
+
+
+def one_aligned(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    """A row whose score is its bound, with a poor base."""
+    weight[-1] = 3.0 * latent[0]
+    base[:, -1] = -2.0
+
+
+def masked(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    base[:, 1::2] = float("-inf")
+
+
+def no_latent(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    latent.zero_()
+
+
+def clear_top(base: Tensor, weight: Tensor, latent: Tensor) -> None:
+    base[:, 100] = 1e4
+
+
+MAKERS = [ordinary, ties, equal_rows, huge_norms, tiny, one_aligned, masked, no_latent, clear_top]
+
+
+def operands(maker: object, batch: int, vocab: int, rank: int, seed: int, spread: float) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    base = 3 * torch.randn(batch, vocab, generator=generator)
+    weight, latent = torch.randn(vocab, rank, generator=generator), torch.randn(batch, rank, generator=generator)
+    weight *= spread
+    assert callable(maker)
+    maker(base, weight, latent)
+    return base, weight, latent
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    maker=st.sampled_from(MAKERS),
+    batch=st.integers(1, 4),
+    vocab=st.integers(101, 700),
+    rank=st.sampled_from([1, 7, 40]),
+    seed=st.integers(0, 2**31),
+    spread=st.sampled_from([0.0, 1e-3, 0.1, 1.0, 30.0]),
+)
+def test_the_rule_never_changes_the_token(
+    maker: object, batch: int, vocab: int, rank: int, seed: int, spread: float
+) -> None:
+    base, weight, latent = operands(maker, batch, vocab, rank, seed, spread)
+    dense = low_rank_argmax_reference(base, weight, latent)
+    few = candidates_reference(base)
+    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_norms(weight), few), dense)
+    # Any rows may give the lower bound.
+    arbitrary = torch.randint(vocab, few.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_norms(weight), arbitrary), dense)
+    scores = low_rank_scores(base, weight, latent)
+    assert not (upper_bounds(base, row_norms(weight), latent) < scores).any()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(("batch", "rank"), [(1, 24), (3, 7)])
+def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, rank: int) -> None:
+    base, weight, latent = operands(maker, batch, 1203, rank, seed=batch, spread=0.2)
+    few = candidates(base)
+    assert torch.equal(few, candidates_reference(base))
+    pruned, dense = new_keys(batch, device=CPU), new_keys(batch, device=CPU)
+    read = torch.zeros(batch, dtype=torch.int32)
+    norms = row_norms(weight)
+    pruned_low_rank_argmax(base, weight, latent, pruned, norms=norms, candidates=few, read=read, span=512)
+    low_rank_argmax(base, weight, latent, dense)
+    assert torch.equal(key_ids(pruned), key_ids(dense))
+    lower = low_rank_scores(base, weight, latent).gather(-1, few.long()).amax(-1, keepdim=True)
+    left = (~(upper_bounds(base, norms, latent) < lower)).sum(-1)
+    assert ((read - left).abs() <= 2).all(), "but for bounds that rounding moves across the limit"
+    if maker is clear_top:
+        assert (read <= 2).all()
+    if maker is equal_rows:
+        assert (read == 1203).all()
+    # Mutated: a row of W2 that should win, does, from wherever.
+    if maker is not huge_norms:
+        weight[777] = 1e3 * latent[0] if latent[0].any() else 1.0
+        base[0, 777] = 2e4
+        again = new_keys(batch, device=CPU)
+        pruned_low_rank_argmax(base, weight, latent, again, norms=row_norms(weight), candidates=few, span=512)
+        assert int(key_ids(again)[0]) == 777
+
+
+def test_norms_that_are_too_small_would_lose_the_token() -> None:
+    """Mutated: half the norms, and the row whose score is its bound is never read."""
+    base, weight, latent = operands(one_aligned, 1, 300, 40, 3, 0.1)
+    few = candidates_reference(base)
+    right = low_rank_argmax_reference(base, weight, latent)
+    assert int(key_ids(right)[0]) == 299
+    few[few == 299] = 0
+    wrong = pruned_low_rank_argmax_reference(base, weight, latent, 0.5 * row_norms(weight), few)
+    assert not torch.equal(wrong, right)
+
+
+def test_what_the_kernel_refuses() -> None:
+    base, weight, latent = operands(ordinary, 2, 130, 4, 0, 1.0)
+    norms, few = row_norms(weight), torch.zeros(2, CANDIDATES, dtype=torch.int32)
+    keys = new_keys(2, device=CPU)
+    with pytest.raises(ValueError, match=r"norms must be fp32 \[130\]"):
+        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms[1:], candidates=few)
+    with pytest.raises(ValueError, match=r"candidates must be int32 \[2, 64\]"):
+        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms, candidates=few.long())
