@@ -40,7 +40,7 @@ class TargetOutline:
             tokenizer = AutoTokenizer.from_pretrained(
                 location.name, revision=options.revision, trust_remote_code=options.trust_remote_code
             )
-        ends = TargetEnds.load(**options.model_dump())
+        ends = TargetEnds.load(**options.model_dump(exclude={"fuse"}))  # the ends have no layers to fuse
         return cls(config.get_text_config(), ends, tokenizer, location.source, getattr(config, "_commit_hash", None))
 
     @property
