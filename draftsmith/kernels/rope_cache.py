@@ -70,60 +70,69 @@ def _rope_cache_kernel(  # type: ignore[no-untyped-def]
     qkv_stride_b, qkv_stride_w, split_stride, cos_stride_b, cos_stride_w, position_stride_b, position_stride_w,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    BLOCK_H: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    head = tl.program_id(1)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_query = heads < HEADS
+    is_key = (heads >= HEADS) & (heads < HEADS + KV_HEADS)
+    is_value = (heads >= HEADS + KV_HEADS) & (heads < HEADS + 2 * KV_HEADS)
     batch = (token // width).to(tl.int64)
     slot = token % width
     position = tl.load(position_ptr + batch * position_stride_b + slot * position_stride_w).to(tl.int64) + slot * STEP
     dims = tl.arange(0, BLOCK)
-    inside = dims < DIM
+    inside = (dims < DIM)[None, :] & (is_query | is_key | is_value)[:, None]
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    source = qkv_ptr + batch * qkv_stride_b + slot * qkv_stride_w + head * DIM
-    x = _summed(source, dims, inside, split_stride, SPLITS, dtype)
-    if head >= HEADS + KV_HEADS:
-        target = v_ptr + batch * v_stride_b + (head - HEADS - KV_HEADS) * v_stride_h + position * v_stride_n
-        tl.store(target + dims, x.to(dtype), mask=inside)
+    source = qkv_ptr + batch * qkv_stride_b + slot * qkv_stride_w + heads[:, None] * DIM
+    raw = _summed(source, dims[None, :], inside, split_stride, SPLITS, dtype)
+
+    half: tl.constexpr = ROTARY // 2
+    rotary = dims < ROTARY
+    # The partner of a rotated dimension lies half the rotary width away.
+    partner = tl.where(dims < half, dims + half, dims - half)
+    partner = tl.where(rotary, partner, dims)
+    x = raw
+    other = _summed(source, partner[None, :], inside, split_stride, SPLITS, dtype)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        w_x = _weights(q_weight_ptr, k_weight_ptr, dims, dims < DIM, is_query)
+        w_o = _weights(q_weight_ptr, k_weight_ptr, partner, dims < DIM, is_query)
+        if UNIT_OFFSET:
+            x = (x * scale * (1.0 + w_x)).to(dtype).to(tl.float32)
+            other = (other * scale * (1.0 + w_o)).to(dtype).to(tl.float32)
+        else:
+            x = ((x * scale).to(dtype).to(tl.float32) * w_x).to(dtype).to(tl.float32)
+            other = ((other * scale).to(dtype).to(tl.float32) * w_o).to(dtype).to(tl.float32)
+    if TABLE:
+        table = position * cos_stride_w + dims
     else:
-        half: tl.constexpr = ROTARY // 2
-        rotary = dims < ROTARY
-        # The partner of a rotated dimension lies half the rotary width away.
-        partner = tl.where(dims < half, dims + half, dims - half)
-        partner = tl.where(rotary, partner, dims)
-        other = _summed(source, partner, inside, split_stride, SPLITS, dtype)
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
-            weight_ptr = k_weight_ptr
-            if head < HEADS:
-                weight_ptr = q_weight_ptr
-            w_x = tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
-            w_o = tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
-            if UNIT_OFFSET:
-                x = (x * scale * (1.0 + w_x)).to(dtype).to(tl.float32)
-                other = (other * scale * (1.0 + w_o)).to(dtype).to(tl.float32)
-            else:
-                x = ((x * scale).to(dtype).to(tl.float32) * w_x).to(dtype).to(tl.float32)
-                other = ((other * scale).to(dtype).to(tl.float32) * w_o).to(dtype).to(tl.float32)
-        if TABLE:
-            table = position * cos_stride_w + dims
-        else:
-            table = batch * cos_stride_b + slot * cos_stride_w + dims
-        cos = tl.load(cos_ptr + table, mask=inside & rotary, other=1.0).to(dtype).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=inside & rotary, other=0.0).to(dtype).to(tl.float32)
-        sign = tl.where(dims < half, -1.0, 1.0)
-        # Each product is rounded before the sum, as the model's own code does.
-        turned = (x * cos).to(dtype).to(tl.float32) + (sign * other * sin).to(dtype).to(tl.float32)
-        out = turned.to(dtype)
-        if head < HEADS:
-            target = q_ptr + (token.to(tl.int64) * HEADS + head) * DIM
-        else:
-            target = k_ptr + batch * k_stride_b + (head - HEADS) * k_stride_h + position * k_stride_n
-        tl.store(target + dims, out, mask=inside)
+        table = batch * cos_stride_b + slot * cos_stride_w + dims
+    angle_ok = (dims < DIM) & rotary
+    cos = tl.load(cos_ptr + table, mask=angle_ok, other=1.0).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + table, mask=angle_ok, other=0.0).to(dtype).to(tl.float32)[None, :]
+    sign = tl.where(dims < half, -1.0, 1.0)[None, :]
+    # Each product is rounded before the sum, as the model's own code does.
+    out = ((x * cos).to(dtype).to(tl.float32) + (sign * other * sin).to(dtype).to(tl.float32)).to(dtype)
+
+    q_to = q_ptr + (token.to(tl.int64) * HEADS + heads)[:, None] * DIM
+    tl.store(q_to + dims[None, :], out, mask=inside & is_query[:, None])
+    k_to = k_ptr + batch * k_stride_b + position * k_stride_n + (heads - HEADS).to(tl.int64)[:, None] * k_stride_h
+    tl.store(k_to + dims[None, :], out, mask=inside & is_key[:, None])
+    v_head = (heads - HEADS - KV_HEADS).to(tl.int64)[:, None]
+    v_to = v_ptr + batch * v_stride_b + position * v_stride_n + v_head * v_stride_h
+    tl.store(v_to + dims[None, :], raw.to(dtype), mask=inside & is_value[:, None])
+
+
+@triton.jit
+def _weights(q_weight_ptr, k_weight_ptr, index, inside, is_query):  # type: ignore[no-untyped-def]
+    """Each head's norm weights [heads, dims]."""
+    of_query = tl.load(q_weight_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(k_weight_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
 
 
 def rope_cache(
@@ -163,7 +172,10 @@ def rope_cache(
         raise ValueError("cos and sin must be laid out alike, with the rotary dimension contiguous")
     q = torch.empty(batch, width, heads, dim, dtype=k_cache.dtype, device=qkv.device)
     placeholder = qkv
-    _rope_cache_kernel[(batch * width, heads + 2 * kv_heads)](
+    total_heads = heads + 2 * kv_heads
+    # One head a program while programs are few; then several, so that starting programs does not take the time.
+    block_h = 1 if batch * width * total_heads <= 2048 else 8
+    _rope_cache_kernel[(batch * width, triton.cdiv(total_heads, block_h))](
         qkv, cos, sin, start,
         placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
         q, k_cache, v_cache, qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0),
@@ -171,6 +183,7 @@ def rope_cache(
         *k_cache.stride()[:3], *v_cache.stride()[:3], eps, width,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[-1], BLOCK=triton.next_power_of_2(dim),
         STEP=1 if start.dim() == 1 else 0, SPLITS=splits, TABLE=table,
-        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=1, **overlapping(q.device),
+        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, BLOCK_H=block_h,
+        num_warps=1 if block_h == 1 else 4, **overlapping(q.device),
     )  # fmt: skip
     return q.transpose(1, 2)
