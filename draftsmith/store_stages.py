@@ -99,7 +99,7 @@ class StoreStages(Stages):
                 self._provenance(),
                 max_length=outline.max_position_embeddings,
                 samples=samples,
-                norm=load_final_norm(**recipe.target.model_dump()) if pre_norm else None,
+                norm=load_final_norm(**recipe.target.model_dump(exclude={"fuse"})) if pre_norm else None,
                 check=HfBackend(self.target, layout) if check_samples else None,
                 check_samples=check_samples,
                 progress=self.progress,
