@@ -36,9 +36,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
 
 
 @triton.jit
-def _scaled(
+def _scaled(  # type: ignore[no-untyped-def]
     wide, weight_ptr, columns, inside, eps, WIDTH: tl.constexpr, UNIT_OFFSET: tl.constexpr, dtype: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):  # fmt: skip
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if UNIT_OFFSET:

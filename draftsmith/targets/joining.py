@@ -125,7 +125,7 @@ def join_layer(module: Any, style: BlockStyle, config: Any) -> Layer:
 
 def norm_epsilon(layers: Sequence[Any]) -> float:
     """The one epsilon of all norms of these layers. Raises `DraftsmithError` where they differ."""
-    found = set()
+    found: set[Any] = set()
     for layer in layers:
         for module in layer.modules():
             if type(module).__name__.endswith("RMSNorm"):
@@ -137,7 +137,7 @@ def norm_epsilon(layers: Sequence[Any]) -> float:
 
 def _join_mlp(mlp: Any, config: Any) -> GatedMLP | nn.Module:
     if not hasattr(mlp, "gate_proj"):
-        return mlp  # type: ignore[no-any-return]  # a mixture of experts
+        return mlp  # a mixture of experts
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise DraftsmithError(
