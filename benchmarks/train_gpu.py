@@ -22,6 +22,7 @@ import json
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,6 +121,19 @@ def measured(step: Callable[[], Any], repeats: int, options: Sequence[str]) -> d
     if "profile" in options:
         profile(step)
     return found
+
+
+def waits(step: Callable[[], Any]) -> int:
+    """How often the host waits for the device in one step, as far as torch notices."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    found = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    for warning in found[:5]:
+        print(f"waits at {warning.filename}:{warning.lineno}", file=sys.stderr)
+    return len(found)
 
 
 def profile(step: Callable[[], Any], rows: int = 25) -> None:
@@ -267,6 +281,7 @@ def ours(options: Sequence[str]) -> dict[str, Any]:
     return found | {
         "tflop": round(flops / 1e12, 1),
         "tflops": round(flops / found["ms"] / 1e9, 1),
+        "waits": waits(lambda: step(batch)),
         "block_tokens_per_s": round(slots / found["ms"] * 1e3),
         "context_tokens_per_s": round(batch.work.context / found["ms"] * 1e3),
     }
