@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def timed(step: Callable[[], Any], repeats: int, warmup: int = 3) -> tuple[float
         mark.record()
     torch.cuda.synchronize()
     wall = (time.perf_counter() - started) / repeats
-    times = sorted(one.elapsed_time(two) / 1000 for one, two in zip(marks, marks[1:], strict=False))
+    times = sorted(one.elapsed_time(two) / 1000 for one, two in pairwise(marks))
     return times[len(times) // 2], wall
 
 
