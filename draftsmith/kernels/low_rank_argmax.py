@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+from draftsmith.kernels.overlap import overlapping
 
 MAX_RANK = 1024
 """The widest E that the kernels hold."""
@@ -62,25 +63,71 @@ def _gumbel(high, low):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load_weight(weight_ptr, tile, vocab, rank, BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of W2, [BLOCK_V, BLOCK_E]."""
+    tokens = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    dims = tl.arange(0, BLOCK_E)
+    offset = tokens.to(tl.int64)[:, None] * rank + dims[None, :]
+    return tl.load(weight_ptr + offset, mask=(tokens < vocab)[:, None] & (dims < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile_keys(  # type: ignore[no-untyped-def]
+    base_ptr, scores_ptr, weight, latent, rows, row_ok, tile, divisor, greedy, seed, position,
+    base_stride, scores_stride, vocab, first_id, draw,
+    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, CORRECT: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
+    """Keys of a tile's tokens in every row, [BLOCK_V, BLOCK_B]."""
+    tokens = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    token_ok = tokens < vocab
+    both_ok = token_ok[:, None] & row_ok[None, :]
+    base_offset = rows[None, :] * base_stride + tokens[:, None]
+    score = tl.load(base_ptr + base_offset, mask=both_ok, other=0.0).to(tl.float32)
+    if CORRECT:
+        score = tl.dot(weight, latent, input_precision="ieee") + score
+    ids = (tokens + first_id)[:, None]
+    if SAMPLE:
+        tl.store(scores_ptr + rows[None, :] * scores_stride + tokens[:, None], score, mask=both_ok)
+        zero = tl.zeros([BLOCK_V, BLOCK_B], tl.uint32)
+        word = zero + (ids + 1).to(tl.uint32)
+        high, low, _, _ = tl.philox(seed, zero + position, zero + draw, zero + 1, word)
+        score = tl.where(greedy, score, score / divisor + _gumbel(high, low))
+    return tl.where(token_ok[:, None], pack_keys_in_kernel(score, ids), -9223372036854775808)
+
+
+@triton.jit
 def _scan_kernel(  # type: ignore[no-untyped-def]
     base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr,
     scores_ptr, temperature_ptr, seeds_ptr, positions_ptr,
     base_stride, scores_stride, vocab, rank, batch, first_id, tiles, draw,
     BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
     CORRECT: tl.constexpr, GATHER: tl.constexpr, SAMPLE: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
-    EVICT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    row_ok = rows < batch
-    dims = tl.arange(0, BLOCK_E)
-    dim_ok = dims < rank
+    tile = tl.program_id(0)
+    if REVERSE:
+        tile = tiles - 1 - tile
+    weight = 0.0
     if CORRECT:
-        latent_row = rows.to(tl.int64)
+        weight = _load_weight(weight_ptr, tile, vocab, rank, BLOCK_V, BLOCK_E)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    rows = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
+    row_ok = rows < batch
+    latent = 0.0
+    if CORRECT:
+        latent_row = rows
         if GATHER:
             # The latent is the previous token's row of a table.
             latent_row = key_ids_in_kernel(tl.load(previous_ptr + rows, mask=row_ok, other=0xFFFFFFFF))
+        dims = tl.arange(0, BLOCK_E)
         latent_offset = latent_row[None, :] * rank + dims[:, None]
-        latent = tl.load(latent_ptr + latent_offset, mask=dim_ok[:, None] & row_ok[None, :], other=0.0)
+        latent = tl.load(latent_ptr + latent_offset, mask=(dims < rank)[:, None] & row_ok[None, :], other=0.0)
+    divisor = 1.0
+    greedy = False
+    seed = 0
+    position = 0
     if SAMPLE:
         temperature = tl.load(temperature_ptr + rows, mask=row_ok, other=1.0)[None, :]
         greedy = temperature == 0.0
@@ -88,44 +135,33 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         seed = tl.load(seeds_ptr + rows, mask=row_ok, other=0)[None, :]
         position = tl.load(positions_ptr + rows, mask=row_ok, other=0).to(tl.uint32)[None, :]
 
-    best = tl.full([BLOCK_V, BLOCK_B], -9223372036854775808, tl.int64)
-    for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    best = _tile_keys(
+        base_ptr, scores_ptr, weight, latent, rows, row_ok, tile, divisor, greedy, seed, position,
+        base_stride, scores_stride, vocab, first_id, draw, BLOCK_V, BLOCK_B, CORRECT, SAMPLE,
+    )  # fmt: skip
+    for step in tl.range(tl.program_id(0) + tl.num_programs(0), tiles, tl.num_programs(0), num_stages=STAGES):
         tile = step
         if REVERSE:
             tile = tiles - 1 - step
-        tokens = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        token_ok = tokens < vocab
-        both_ok = token_ok[:, None] & row_ok[None, :]
-        base_offset = rows.to(tl.int64)[None, :] * base_stride + tokens[:, None]
-        score = tl.load(base_ptr + base_offset, mask=both_ok, other=0.0).to(tl.float32)
         if CORRECT:
-            weight_offset = tokens.to(tl.int64)[:, None] * rank + dims[None, :]
-            weight_ok = token_ok[:, None] & dim_ok[None, :]
-            weight = tl.load(weight_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
-            score = tl.dot(weight, latent, input_precision="ieee") + score
-        ids = (tokens + first_id)[:, None]
-        if SAMPLE:
-            score_offset = rows.to(tl.int64)[None, :] * scores_stride + tokens[:, None]
-            tl.store(scores_ptr + score_offset, score, mask=both_ok)
-            zero = tl.zeros([BLOCK_V, BLOCK_B], tl.uint32)
-            word = zero + (ids + 1).to(tl.uint32)
-            high, low, _, _ = tl.philox(seed, zero + position, zero + draw, zero + 1, word)
-            score = tl.where(greedy, score, score / divisor + _gumbel(high, low))
-        key = tl.where(token_ok[:, None], pack_keys_in_kernel(score, ids), -9223372036854775808)
-        best = tl.maximum(best, key)
+            weight = _load_weight(weight_ptr, tile, vocab, rank, BLOCK_V, BLOCK_E)
+        keys = _tile_keys(
+            base_ptr, scores_ptr, weight, latent, rows, row_ok, tile, divisor, greedy, seed, position,
+            base_stride, scores_stride, vocab, first_id, draw, BLOCK_V, BLOCK_B, CORRECT, SAMPLE,
+        )  # fmt: skip
+        best = tl.maximum(best, keys)
     tl.atomic_max(keys_ptr + rows, tl.max(best, 0), mask=row_ok)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a search cuts its work: the most tokens in a tile, warps, tiles in flight, programs (0: two on each
-    multiprocessor), and what the cache is told to do with W2 once it is read."""
+    """How a search cuts its work: the most tokens in a tile, warps, tiles in flight, and programs (0: two on each
+    multiprocessor)."""
 
     block: int = 64
     warps: int = 4
     stages: int = 3
     programs: int = 0
-    evict: str = ""
 
 
 GREEDY_TILING = Tiling()
@@ -207,7 +243,7 @@ def _scan(
         base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, draw,
         BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
         CORRECT=weight is not None, GATHER=previous is not None, SAMPLE=sampling is not None,
-        REVERSE=reverse, STAGES=tiling.stages, EVICT=tiling.evict, num_warps=tiling.warps,
+        REVERSE=reverse, STAGES=tiling.stages, num_warps=tiling.warps, **overlapping(base.device),
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
 from draftsmith.kernels.low_rank_argmax import check_operands, low_rank_scores
+from draftsmith.kernels.overlap import overlapping
 
 CANDIDATES = 64
 """Rows that give the lower bound L: the best base logit of each of so many parts of the vocabulary."""
@@ -109,22 +110,25 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr, norms_ptr, candidates_ptr, scratch_ptr, read_ptr,
     base_stride, candidates_stride, vocab, rank, first_id, slack, underflow,
     SPAN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, COUNT: tl.constexpr,
-    GATHER: tl.constexpr, REPORT: tl.constexpr, STAGES: tl.constexpr,
+    GATHER: tl.constexpr, REPORT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK_E)
     dim_ok = dims < rank
     base_ptr += row * base_stride
+    tokens = part * SPAN + tl.arange(0, SPAN)
+    token_ok = tokens < vocab
+    norms = tl.load(norms_ptr + tokens, mask=token_ok, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # Everything that does not need the latent is asked for first: a step is a chain of waits.
     some = tl.load(candidates_ptr + row * candidates_stride + tl.arange(0, COUNT))
     latent_row = row
     if GATHER:
         latent_row = key_ids_in_kernel(tl.load(previous_ptr + row))
-    tokens = part * SPAN + tl.arange(0, SPAN)
-    token_ok = tokens < vocab
     base = tl.load(base_ptr + tokens, mask=token_ok, other=0.0).to(tl.float32)
-    norms = tl.load(norms_ptr + tokens, mask=token_ok, other=0.0)
     weight = tl.load(weight_ptr + some.to(tl.int64)[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
     score = tl.load(base_ptr + some).to(tl.float32)
 
@@ -202,5 +206,5 @@ def pruned_low_rank_argmax(
         scratch if read is None else read, base.stride(0), candidates.stride(0), vocab, rank, first_id,
         slack(rank), UNDERFLOW,
         SPAN=span, BLOCK_R=64, BLOCK_E=max(16, triton.next_power_of_2(rank)), COUNT=CANDIDATES,
-        GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps,
+        GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps, **overlapping(base.device),
     )  # fmt: skip

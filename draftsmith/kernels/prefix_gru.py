@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import key_ids_in_kernel
-from draftsmith.kernels.prefetch import prefetch_to_l2, share
+from draftsmith.kernels.overlap import overlapping
 
 MAX_WIDTH = 8192
 """The widest G that the kernel holds."""
@@ -62,35 +62,50 @@ def advance_reference(
 
 
 @triton.jit
+def _load_lines(weight_ptr, line, line_ok, first, hidden, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    inner = first + tl.arange(0, BLOCK_K)
+    offset = line.to(tl.int64)[:, None] * hidden + inner[None, :]
+    return tl.load(weight_ptr + offset, mask=line_ok[:, None] & (inner < hidden)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_embedding(  # type: ignore[no-untyped-def]
+    embedding_ptr, token, row_ok, first, hidden, scale, dtype: tl.constexpr, SCALED: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    inner = first + tl.arange(0, BLOCK_K)
+    offset = token[None, :] * hidden + inner[:, None]
+    x = tl.load(embedding_ptr + offset, mask=(inner < hidden)[:, None] & row_ok[None, :], other=0.0).to(dtype)
+    if SCALED:
+        x = (x.to(tl.float32) * scale).to(dtype)
+    return x
+
+
+@triton.jit
 def _input_kernel(  # type: ignore[no-untyped-def]
-    previous_ptr, embedding_ptr, weight_ptr, out_ptr, next_ptr, scale, hidden, lines, batch, part, each, total,
+    previous_ptr, embedding_ptr, weight_ptr, out_ptr, scale, hidden, lines, batch, part,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
-    SCALED: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr,
-    EVICT: tl.constexpr,
+    SCALED: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if PREFETCH:
-        prefetch_to_l2(next_ptr, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), each, total, THREADS)
     split = tl.program_id(1)
+    line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    line_ok = line < lines
+    start = split * part
+    weight = _load_lines(weight_ptr, line, line_ok, start, hidden, BLOCK_K)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     rows = (tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
     row_ok = rows < batch
     token = key_ids_in_kernel(tl.load(previous_ptr + rows, mask=row_ok, other=0xFFFFFFFF))
-    line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    line_ok = line < lines
-    dtype = weight_ptr.dtype.element_ty
-    total_of_lines = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    for first in tl.range(split * part, tl.minimum(split * part + part, hidden), BLOCK_K, num_stages=STAGES):
-        inner = first + tl.arange(0, BLOCK_K)
-        inner_ok = inner < hidden
-        weight_offset = line.to(tl.int64)[:, None] * hidden + inner[None, :]
-        weight_ok = line_ok[:, None] & inner_ok[None, :]
-        weight = tl.load(weight_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
-        x_offset = token[None, :] * hidden + inner[:, None]
-        x = tl.load(embedding_ptr + x_offset, mask=inner_ok[:, None] & row_ok[None, :], other=0.0).to(dtype)
-        if SCALED:
-            x = (x.to(tl.float32) * scale).to(dtype)
-        total_of_lines = tl.dot(weight, x, total_of_lines, input_precision="ieee")
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    x = _load_embedding(embedding_ptr, token, row_ok, start, hidden, scale, dtype, SCALED, BLOCK_K)
+    total = tl.dot(weight, x, input_precision="ieee")
+    for first in tl.range(start + BLOCK_K, tl.minimum(start + part, hidden), BLOCK_K, num_stages=STAGES):
+        weight = _load_lines(weight_ptr, line, line_ok, first, hidden, BLOCK_K)
+        x = _load_embedding(embedding_ptr, token, row_ok, first, hidden, scale, dtype, SCALED, BLOCK_K)
+        total = tl.dot(weight, x, total, input_precision="ieee")
     offset = (split * batch + rows)[None, :] * lines + line[:, None]
-    tl.store(out_ptr + offset, total_of_lines, mask=line_ok[:, None] & row_ok[None, :])
+    tl.store(out_ptr + offset, total, mask=line_ok[:, None] & row_ok[None, :])
 
 
 def input_gates(
@@ -99,38 +114,34 @@ def input_gates(
     weight_ih: Tensor,
     *,
     scale: float = 1.0,
-    prefetch: tuple[Tensor, int] | None = None,
     splits: int = 4,
     lines: int = 64,
     depth: int = 256,
     warps: int = 4,
     stages: int = 3,
-    evict: str = "",
 ) -> Tensor:
     """W_i x of the tokens in `previous` as S addends [S, batch, 3G] fp32.
 
     previous [batch] int64, keys (`keys`); embedding [V, H], any float dtype, and weight_ih [3G, H], both contiguous.
-    scale: what embeddings are multiplied with. The inner dimension is split so that enough programs read the matrix;
-    prefetch: a weight that is read soon, and how many of its bytes to fetch into the cache meanwhile.
+    scale: what embeddings are multiplied with. The inner dimension is split so that enough programs read the matrix.
     """
     outputs, hidden = weight_ih.shape
     batch = len(previous)
     if embedding.shape[1] != hidden or not (embedding.is_contiguous() and weight_ih.is_contiguous()):
-        raise ValueError(f"embedding {tuple(embedding.shape)} and weight {tuple(weight_ih.shape)} must be contiguous "
-                         "and agree on the hidden size")  # fmt: skip
+        raise ValueError(
+            f"embedding {tuple(embedding.shape)} and weight {tuple(weight_ih.shape)} must be contiguous and agree on "
+            "the hidden size"
+        )
     _check_keys(previous)
     depth = _depth(depth, hidden, weight_ih)
     part = triton.cdiv(triton.cdiv(hidden, splits), depth) * depth
     splits = triton.cdiv(hidden, part)
     block_b = min(64, triton.next_power_of_2(batch))
     out = torch.empty(splits, batch, outputs, dtype=torch.float32, device=weight_ih.device)
-    grid = (triton.cdiv(outputs, lines), splits, triton.cdiv(batch, block_b))
-    each, total = (0, 0) if prefetch is None else share(*prefetch, grid[0] * grid[1] * warps * 32)
-    _input_kernel[grid](
-        previous, embedding, weight_ih, out, weight_ih if prefetch is None else prefetch[0], scale, hidden, outputs,
-        batch, part, each, total,
+    _input_kernel[(triton.cdiv(outputs, lines), splits, triton.cdiv(batch, block_b))](
+        previous, embedding, weight_ih, out, scale, hidden, outputs, batch, part,
         BLOCK_N=lines, BLOCK_K=depth, BLOCK_B=block_b, SCALED=scale != 1.0, STAGES=stages,
-        PREFETCH=prefetch is not None, THREADS=warps * 32, EVICT=evict, num_warps=warps,
+        num_warps=warps, **overlapping(weight_ih.device),
     )  # fmt: skip
     return out
 
@@ -155,14 +166,10 @@ def _load_gate(ptr, columns, ok, addend_stride, SPLITS: tl.constexpr):  # type: 
 @triton.jit
 def _advance_kernel(  # type: ignore[no-untyped-def]
     previous_ptr, gates_i_ptr, gates_h_ptr, state_ptr, new_state_ptr, hidden_ptr, weight_state_ptr, weight_hh_ptr,
-    latent_ptr, new_gates_ptr, next_ptr, hidden_stride, weight_stride, width, rank, latent_programs, batch,
-    addend_stride, each, prefetched,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr, THREADS: tl.constexpr, EVICT: tl.constexpr,
+    latent_ptr, new_gates_ptr, hidden_stride, weight_stride, width, rank, latent_programs, batch, addend_stride,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if PREFETCH:
-        prefetch_to_l2(next_ptr, program, each, prefetched, THREADS)
     columns = tl.arange(0, BLOCK_K)
     column_ok = columns < width
     for_latent = program < latent_programs
@@ -173,13 +180,16 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
         line_ok = line < rank
         weight_offset = line[:, None] * weight_stride + columns[None, :]
         weight_ok = line_ok[:, None] & column_ok[None, :]
-        weight = tl.load(weight_state_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
+        weight = tl.load(weight_state_ptr + weight_offset, mask=weight_ok, other=0.0)
     else:
         line = (program - latent_programs) * BLOCK_N + tl.arange(0, BLOCK_N)
         line_ok = line < 3 * width
         weight_offset = line[:, None] * width + columns[None, :]
         weight_ok = line_ok[:, None] & column_ok[None, :]
-        weight = tl.load(weight_hh_ptr + weight_offset, mask=weight_ok, other=0.0, eviction_policy=EVICT)
+        weight = tl.load(weight_hh_ptr + weight_offset, mask=weight_ok, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for row in range(batch):
         gates_row = row
         if TABLE:
@@ -220,10 +230,8 @@ def advance(
     weight_hh: Tensor,
     *,
     previous: Tensor | None = None,
-    prefetch: tuple[Tensor, int] | None = None,
     lines: int = 16,
     warps: int = 8,
-    evict: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token further: (state [batch, G], latent [batch, E], the state's side of the next gates [batch, 3G] fp32).
 
@@ -239,15 +247,13 @@ def advance(
     block_n = max(1, min(lines, 16384 // block_k))
     latent_programs = triton.cdiv(rank, block_n)
     new_state, latent, new_gates = torch.empty_like(state), state.new_empty(batch, rank), torch.empty_like(gates_h)
-    programs = latent_programs + triton.cdiv(3 * width, block_n)
-    each, prefetched = (0, 0) if prefetch is None else share(*prefetch, programs * warps * 32)
-    _advance_kernel[(programs,)](
+    _advance_kernel[(latent_programs + triton.cdiv(3 * width, block_n),)](
         state if previous is None else previous, gates_i, gates_h, state, new_state, from_hidden, weight_state,
-        weight_hh, latent, new_gates, weight_hh if prefetch is None else prefetch[0], from_hidden.stride(0),
-        weight_state.stride(0), width, rank, latent_programs, batch, batch * 3 * width, each, prefetched,
+        weight_hh, latent, new_gates, from_hidden.stride(0), weight_state.stride(0), width, rank, latent_programs,
+        batch, batch * 3 * width,
         BLOCK_N=block_n, BLOCK_K=block_k, TABLE=previous is not None,
         SPLITS=1 if previous is not None else gates_i.shape[0],
-        PREFETCH=prefetch is not None, THREADS=warps * 32, EVICT=evict, num_warps=warps,
+        num_warps=warps, **overlapping(state.device),
     )  # fmt: skip
     return new_state, latent, new_gates
 

@@ -137,14 +137,14 @@ def test_prefix_gru(dtype: torch.dtype, batch: int, width: int, hidden: int) -> 
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     close = dict(rtol=tolerance, atol=tolerance)
 
-    gates_i = prefix_gru.input_gates(keys, embedding, weight_ih, prefetch=(weight_hh, 4096))
+    gates_i = prefix_gru.input_gates(keys, embedding, weight_ih)
     reference = prefix_gru.input_gates_reference(ids, embedding, weight_ih)
     torch.testing.assert_close(gates_i.sum(0), reference[0], rtol=1e-4, atol=1e-4)
     expected = prefix_gru.advance_reference(reference, *rest)
     for found, wanted in zip(prefix_gru.advance(gates_i, *rest), expected, strict=True):
         torch.testing.assert_close(found, wanted, **close)
     table = prefix_gru.token_table(embedding, weight_ih)
-    from_table = prefix_gru.advance(table, *rest, previous=keys, prefetch=(weight_hh, 4096))
+    from_table = prefix_gru.advance(table, *rest, previous=keys)
     for found, wanted in zip(from_table, expected, strict=True):
         torch.testing.assert_close(found, wanted, **close)
     other = prefix_gru.advance(table, *rest, previous=pack_keys(torch.zeros(batch, device=DEVICE), (ids + 1) % 99))
