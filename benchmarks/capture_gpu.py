@@ -251,13 +251,16 @@ def main() -> int:
     parser.add_argument("--parallel-shards", type=int, nargs="*", default=[shards.PARALLEL_SHARDS])
     parser.add_argument("--into", type=Path, action="append", default=[], help="directories to capture into")
     parser.add_argument("--probe-gib", type=float, default=1.0, help="size of a file in the disk's own measurement")
+    parser.add_argument("--base-documents", type=int, default=None, help="of the forwards alone (default: all)")
+    parser.add_argument("--skip", nargs="*", default=[], choices=["machine", "disk"], help="measurements to leave out")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = int(arguments.probe_gib * GIB)
-    attempt("machine", partial(machine, size))
-    for directory in arguments.into:
+    if "machine" not in arguments.skip:
+        attempt("machine", partial(machine, size))
+    for directory in [] if "disk" in arguments.skip else arguments.into:
         for threads in (1, shards.PARALLEL_SHARDS):
             attempt("disk", partial(disk, directory, size, 4, threads), directory=str(directory))
     start = time.perf_counter()
@@ -270,7 +273,7 @@ def main() -> int:
         if arguments.profile:
             profile(target, layout, samples, tokens_per_batch)
 
-        run = partial(thrown_away, target, layout, samples, tokens_per_batch)
+        run = partial(thrown_away, target, layout, samples[: arguments.base_documents], tokens_per_batch)
         base = attempt("thrown away", run, tokens_per_batch=tokens_per_batch)
         for parallel, dtype, directory in product(arguments.parallel_shards, arguments.dtypes, arguments.into):
             shards.PARALLEL_SHARDS = parallel

@@ -14,27 +14,33 @@ from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.targets.target import Target
 from tests.test_cli import fails, run, save_target, write_lines, write_recipe
-from tests.tiny_tokenizer import tiny_tokenizer
+from tests.tiny_tokenizer import PLAIN_TEMPLATE, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def conversations(directory: Path, *, finished: bool = True) -> Path:
-    """Where the last answer was cut off, the end of its turn is not the assistant's: another mask, same tokens."""
+def conversations(directory: Path, first_answer: str = "assistant") -> Path:
+    """Chats whose first answer is from `first_answer`; TEMPLATE prints those of tools as the assistant's."""
     return write_lines(
-        directory / f"chats-{finished}.jsonl",
+        directory / f"chats-{first_answer}.jsonl",
         [
             {
                 "id": f"c{number}",
                 "messages": [
                     {"role": "user", "content": "say it"},
+                    {"role": first_answer, "content": "the one"},
+                    {"role": "user", "content": "and"},
                     {"role": "assistant", "content": "one two " * number},
                 ],
-                **({} if finished else {"finish_reason": "length"}),
             }
             for number in range(1, 5)
         ],
     )
+
+
+TEMPLATE = PLAIN_TEMPLATE.replace(
+    "{{ message['role'] }}", "{{ 'assistant' if message['role'] == 'tool' else message['role'] }}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, target: Path) -> Path:
-    return write_recipe(tmp_path, target, data={"conversations": str(conversations(tmp_path))})
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    chats = conversations(tmp_path)
+    return write_recipe(tmp_path, target, data={"conversations": str(chats), "chat_template": str(template)})
 
 
 def succeed(*arguments: Any) -> tuple[str, str]:
@@ -58,14 +67,14 @@ def test_a_captured_store_is_remasked_verified_and_shown(recipe: Path, tmp_path:
     features = tmp_path / "run" / "features"
     before = Store.open(features)
     old = {record.sample_id: record for record in before}
-    changed = f"data.conversations={conversations(tmp_path, finished=False)}"
+    changed = f"data.conversations={conversations(tmp_path, 'tool')}"
     assert "other settings" in fails("capture", recipe, "capture.dtype=fp8", changed)
     _, said = succeed("capture", recipe, "capture.dtype=fp8", changed, "--remask")
     assert "4 of 4 documents have a new loss mask" in said
     store = Store.open(features)
     for record in store:
         assert torch.equal(record.features["taps"], old[record.sample_id].features["taps"])
-        assert int(record.loss_mask.sum()) < int(old[record.sample_id].loss_mask.sum())
+        assert 0 < int(record.loss_mask.sum()) < int(old[record.sample_id].loss_mask.sum())
     _, said = succeed("capture", recipe, "capture.dtype=fp8", changed)
     assert "done already" in said
 
@@ -74,7 +83,8 @@ def test_a_captured_store_is_remasked_verified_and_shown(recipe: Path, tmp_path:
     assert "sample c2" in shown
     assert "⟦" in shown
     assert "one two one two" in shown[shown.rindex("⟦") : shown.rindex("⟧")]
-    assert "say it" not in shown[shown.rindex("⟦") : shown.rindex("⟧")]
+    assert "the one" in shown
+    assert "the one" not in shown[shown.rindex("⟦") : shown.rindex("⟧")]
     assert "has no sample 'c9'" in fails("inspect", features, "--sample", "c9")
 
     damaged = next(features.glob("*.features.safetensors"))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from draftsmith.errors import DraftsmithError
 
 # Processes meet at the beginning and at the end only, and one may be done days before another.
-PATIENCE = timedelta(days=30)
+PATIENCE = timedelta(days=20)  # gloo counts milliseconds in 31 bits in places
 
 T = TypeVar("T")
 
