@@ -15,8 +15,8 @@ SMALL = kernels.Tiling(rows=32, keys=16, dq_rows=16, dq_keys=16, dkv_rows=16)
 def main() -> None:
     kernels._tiling = lambda q: SMALL  # several tiles at sizes that the interpreter gets through
     generator = torch.Generator().manual_seed(3)
-    kinds = {AttentionKind(None, False): None, AttentionKind(7, True): torch.linspace(-1, 2, 6)}
-    for block_size, heads, kv_heads in ((5, 4, 2), (4, 3, 1)):
+    plain, sunk = (AttentionKind(None, False), None), (AttentionKind(7, True), torch.linspace(-1, 2, 3))
+    for block_size, heads, kv_heads, (kind, sinks) in ((5, 4, 2, plain), (4, 3, 1, sunk)):
         layout = BlockLayout(BlockKind.ANCHOR_KNOWN, block_size)
         documents = [[random_document(generator, f"{r}-{i}", n) for i, n in enumerate((23, 9))] for r in range(2)]
         batch = pack(documents, 37)
@@ -26,27 +26,26 @@ def main() -> None:
         shapes = ((heads, slots), (kv_heads, 37), (kv_heads, 37), (kv_heads, slots), (kv_heads, slots))
         tensors = [torch.randn(2, h, n, 16, generator=generator) for h, n in shapes]
         grad = torch.randn(2, heads, slots, 16, generator=generator)
-        for kind, sinks in kinds.items():
-            results = []
-            for attend in (
-                dense_attention(blocks, batch.document, [kind]),
-                anchored_attention(blocks, batch.document, [kind], keys=16),
-            ):
-                leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-                sink = None if sinks is None else sinks[:heads].clone().requires_grad_()
-                out = attend(*leaves, kind=kind, scale=0.3, sinks=sink)
-                out.backward(grad)
-                results.append([out, *(leaf.grad for leaf in leaves), *([] if sink is None else [sink.grad])])
-            for wanted, found in zip(*results, strict=True):
-                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        results = []
+        for attend in (
+            dense_attention(blocks, batch.document, [kind]),
+            anchored_attention(blocks, batch.document, [kind], keys=16),
+        ):
+            leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+            sink = None if sinks is None else sinks.clone().requires_grad_()
+            out = attend(*leaves, kind=kind, scale=0.3, sinks=sink)
+            out.backward(grad)
+            results.append([out, *(leaf.grad for leaf in leaves), *([] if sink is None else [sink.grad])])
+        for wanted, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     # What no slot may see changes nothing, what one sees does.
-    attend = anchored_attention(blocks, batch.document, [AttentionKind(None, False)], keys=16)
-    before = attend(*tensors, kind=AttentionKind(None, False), scale=0.3, sinks=None)
+    attend = anchored_attention(blocks, batch.document, [kind], keys=16)
+    before = attend(*tensors, kind=kind, scale=0.3, sinks=None)
     anchor = int(blocks.anchors[0].max())
     for index, changes in ((anchor, False), (anchor - 1, True)):
         values = tensors[2].clone()
         values[0, :, index] += 1.0
-        after = attend(*tensors[:2], values, *tensors[3:], kind=AttentionKind(None, False), scale=0.3, sinks=None)
+        after = attend(*tensors[:2], values, *tensors[3:], kind=kind, scale=0.3, sinks=None)
         assert torch.equal(before, after) != changes, index
 
 

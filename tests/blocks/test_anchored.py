@@ -18,6 +18,7 @@ from tests.blocks.packed import anchors_of, blocks_of, pack, random_document
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter():
     """In a process of its own: Triton decides at import whether it interprets."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
