@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 RUN := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: demo test lint interop clean help
+.PHONY: demo test lint interop docs results clean help
 
 help:
 	@echo "make demo     the whole way on a small real model, CPU or GPU (minutes)"
 	@echo "make test     all tests"
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make interop  the tests against other projects' packages"
+	@echo "make docs     the documentation as pages, below site/"
+	@echo "make results  the tables of docs/results.md (a GPU; CONVERSATIONS=... PROMPTS=..., see there)"
 	@echo "make clean    removes .venv"
 
 $(VENV)/base:
@@ -34,6 +36,11 @@ $(VENV)/test: $(VENV)/base pyproject.toml constraints.txt
 
 $(VENV)/interop: $(VENV)/test
 	$(BIN)/python -m pip install -q -e '.[interop]' -c constraints.txt
+	touch $@
+
+# The documentation needs none of the package.
+$(VENV)/docs: $(VENV)/base
+	$(BIN)/python -m pip install -q 'mkdocs-material>=9.5'
 	touch $@
 
 # Packages that want other versions of the common dependencies have an environment of their own; tests exchange files
@@ -58,6 +65,12 @@ lint: $(VENV)/test
 
 interop: $(VENV)/interop .venv-interop/made
 	$(RUN) -m interop
+
+docs: $(VENV)/docs
+	$(BIN)/mkdocs build --strict --quiet
+
+results: $(VENV)/demo
+	$(BIN)/python benchmarks/results.py all --conversations $(CONVERSATIONS) $(foreach p,$(PROMPTS),--prompts $(p))
 
 clean:
 	rm -rf $(VENV) .venv-interop
