@@ -6,7 +6,7 @@ is written against the tables.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.layouts.attention_fields import SLIDING, uniform_kind
@@ -141,6 +141,7 @@ _DOMINO_HEAD = {
     for name in ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label")
 }
 _PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": None}
+_VANILLA = {"head.markov_head_type": "vanilla"}
 _SGLANG = {**_DFLASH, "block_size": "block_size", "num_target_layers": "num_target_layers"}
 
 SGLANG = Consumer(
@@ -185,7 +186,7 @@ VLLM = Consumer(
             ("Qwen3DSparkModel",),
             {**_DFLASH, **_DSPARK_HEAD, "block_size": "block_size"},
             MARKOV,
-            {**_PLAIN_LOGITS, "input_embedding_scale": 1.0},
+            {**_PLAIN_LOGITS, **_VANILLA, "input_embedding_scale": 1.0},
         ),
     },
 )
@@ -220,14 +221,10 @@ _SPECULATORS = {
 }
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
 
-VLLM_SPECULATORS = Consumer(
-    "vllm",
-    "0.33.0",
-    (
-        "vllm/transformers_utils/configs/speculators/algos.py",
-        "vllm/transformers_utils/configs/speculators/base.py",
-        "vllm/model_executor/models/qwen3_dflash.py",
-    ),
+SPECULATORS = Consumer(
+    "speculators",
+    "0.9.0",
+    ("speculators/models/dflash/config.py", "speculators/models/dspark/config.py"),
     {
         "dflash": Loader(
             ("DFlashSpeculator",),
@@ -255,7 +252,24 @@ VLLM_SPECULATORS = Consumer(
     },
     (_one_causality,),
 )
-"""vLLM on the speculators layout; the package speculators 0.9.0 reads the same fields."""
+"""The package speculators on its own layout."""
+
+VLLM_SPECULATORS = Consumer(
+    "vllm",
+    "0.33.0",
+    (
+        "vllm/transformers_utils/configs/speculators/algos.py",
+        "vllm/transformers_utils/configs/speculators/base.py",
+        "vllm/model_executor/models/qwen3_dflash.py",
+        "vllm/model_executor/models/qwen3_dspark.py",
+    ),
+    {
+        **SPECULATORS.loaders,
+        "dspark": replace(SPECULATORS.loaders["dspark"], only={**_BARE, **_VANILLA}),
+    },
+    (_one_causality,),
+)
+"""vLLM on the speculators layout, of which it reads the same fields."""
 
 
 def _one_window(config: dict[str, Any]) -> Iterable[str]:

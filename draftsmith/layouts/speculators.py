@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftsmith.layouts.attention_fields import any_sliding, read_attention, uniform_kind
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
-from draftsmith.layouts.consumers import VLLM_SPECULATORS
+from draftsmith.layouts.consumers import SPECULATORS
 from draftsmith.layouts.fields import Fields, rope_parameters
 from draftsmith.layouts.variants import refuse
 from draftsmith.layouts.vocabulary import EMBEDDING, HEAD, check_whole_vocabulary
@@ -27,15 +27,17 @@ NETWORK_SECTION = "transformer_layer_config"
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one architecture is spelt: `architectures[0]`, and whether the anchor's slot predicts."""
+    """How one architecture is spelt: `architectures[0]`, whether the anchor's slot predicts, and whether its sliding
+    layers see the whole block where the file does not say."""
 
     class_name: str
     sample_from_anchor: bool
+    sliding_non_causal: bool = False
 
 
 _KINDS = {
     "dflash": _Kind("DFlashSpeculator", False),
-    "dflash2": _Kind("DFlash2DraftModel", False),
+    "dflash2": _Kind("DFlash2DraftModel", False, sliding_non_causal=True),
     "dspark": _Kind("DSparkSpeculator", True),
 }
 
@@ -83,9 +85,8 @@ class SpeculatorsLayout:
         if loose not in (None, True, False):
             raise LayoutError(f"sliding_window_non_causal is {loose!r}; allowed: true, false")
         if any_sliding(canonical):
-            # Full layers always see the whole block here; the field is about the sliding ones, whose default is to be
-            # causal except in DFlash 2.
-            loose = architecture == "dflash2" if loose is None else loose
+            # Full layers always see the whole block here; the field is about the sliding ones.
+            loose = kind.sliding_non_causal if loose is None else loose
             canonical["causal"] = False if loose else None
         else:
             canonical["causal"] = False
@@ -104,7 +105,7 @@ class SpeculatorsLayout:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `Layout.write`. Carries the target's embedding and output head, in the draft's dtype."""
         architecture = config["architecture"]
-        faults = VLLM_SPECULATORS.faults(config)
+        faults = SPECULATORS.faults(config)
         if target is None:
             faults.append("the target's embedding and output head are part of this layout; name the target")
         refuse(self.name, faults)

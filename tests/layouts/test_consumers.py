@@ -87,9 +87,13 @@ def test_loaders_find_what_they_look_for(
 @pytest.mark.parametrize("head", range(len(HEADS["dspark"])))
 def test_every_dspark_head_is_found(tmp_path: Path, head: int) -> None:
     draft = simple_draft("dspark", head)
+    kind = draft.config.head["markov_head_type"]
     for layout, consumer in READERS[:4]:
         draft.save(tmp_path / layout, layout, target=target_ends())
         assert mismatches(consumer, tmp_path / layout, draft.config.to_dict()) == []
+        refused = consumer in (VLLM, VLLM_SPECULATORS) and kind != "vanilla"
+        faults = [f"head.markov_head_type is {kind!r}; vllm 0.33.0 computes 'vanilla' only"] if refused else []
+        assert consumer.faults(draft.config.to_dict()) == faults
 
 
 def test_sinks_are_where_loaders_want_them(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from draftsmith.drafts.convert import convert
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import WRITABLE, LayoutError, read_directory
-from draftsmith.layouts.consumers import MODEL_OPTIMIZER, SGLANG, VLLM_SPECULATORS
+from draftsmith.layouts.consumers import MODEL_OPTIMIZER, SGLANG, SPECULATORS
 from tests.layouts.drafts import FULL, HEADS, SLIDING, drafts, simple_draft, target_ends
 
-REFUSING = {"sglang": SGLANG, "modelopt": MODEL_OPTIMIZER, "speculators": VLLM_SPECULATORS}
+REFUSING = {"sglang": SGLANG, "modelopt": MODEL_OPTIMIZER, "speculators": SPECULATORS}
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
