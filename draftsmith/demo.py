@@ -21,6 +21,7 @@ DEMO_RECIPE = "smollm2-dflash"
 
 # A GPU has the time for longer answers and more passes over them.
 GPU_OVERRIDES = (
+    "data.max_length=2048",
     "regenerate.max_new_tokens=256",
     "regenerate.batch_size=128",
     "draft.num_hidden_layers=5",

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from draftsmith.bench.figures import equal_share
 from draftsmith.bench.records import read_report
-from draftsmith.demo import demo_recipe, run_demo
+from draftsmith.demo import GPU_OVERRIDES, demo_recipe, run_demo
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import SilentProgress
 from tests.tiny import tiny_model
@@ -98,8 +98,9 @@ def test_fresh_starts_over_and_spares_strangers(tmp_path, overrides):
     assert (stranger / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_demo_recipe_is_the_shipped_one(tmp_path):
-    recipe = demo_recipe(tmp_path, ["target.path=elsewhere"])
+@pytest.mark.parametrize("overrides", [(), GPU_OVERRIDES], ids=["CPU", "GPU"])
+def test_the_demo_recipe_is_the_shipped_one(tmp_path, overrides):
+    recipe = demo_recipe(tmp_path, [*overrides, "target.path=elsewhere"])
     assert recipe.run == tmp_path
     assert recipe.data.prompts == "shipped"
     assert recipe.bench.prompts == "shipped"

@@ -1,10 +1,9 @@
-"""Run by torchrun or alone, or called in one process: trains the counting language once for every job.
+"""Run by torchrun, by forked processes, or called in one: trains the counting language once for every job.
 
 Argument: a JSON file with a list of jobs, each the keywords of `train_job`.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,10 @@ def train_job(
     )
 
 
-def main() -> None:
+def run_jobs(jobs: list[dict[str, Any]]) -> None:
+    """Do the jobs, one after the other; prints a line for each, and exits with status 1 at the first error."""
     torch.set_num_threads(1)
-    Path(f"{sys.argv[1]}.pid-{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in jobs:
         try:
             print("done", train_job(**job).step, flush=True)
         except DraftsmithError as error:
@@ -57,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(json.loads(Path(sys.argv[1]).read_text()))

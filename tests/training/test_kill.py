@@ -3,10 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,8 @@ from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import find_checkpoint
 from tests.training.counting import counting_store
 from tests.training.distributed_run import train_job
+from tests.training.processes import ProcessGroup
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "device": "cpu",
     "max_steps": 45,
@@ -52,22 +49,14 @@ def steps_logged(run_dir):
 
 
 def start(tmp_path, features, processes):
-    jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps([{"store": features, "run_dir": str(tmp_path / "run"), "options": OPTIONS}]))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.Popen(
-        [sys.executable, *(launcher if processes > 1 else []), "-m", "tests.training.distributed_run", str(jobs)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    job = {"store": features, "run_dir": str(tmp_path / "run"), "options": OPTIONS}
+    return ProcessGroup(processes, [job], tmp_path)
 
 
-def wait_for(process, run_dir, step):
+def wait_for(group, run_dir, step):
     deadline = time.monotonic() + 240
     while not any(done >= step for done in steps_logged(run_dir)):
-        assert process.poll() is None, "the run ended before it was to be stopped"
+        assert group.running(), "the run ended before it was to be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -81,10 +70,10 @@ def assert_same(straight, run_dir):
 
 
 def test_sigkill_loses_no_more_than_the_steps_since_the_last_save(tmp_path, features, straight):
-    process = start(tmp_path, features, 1)
-    wait_for(process, tmp_path / "run", 12)
-    process.kill()
-    process.communicate()
+    group = start(tmp_path, features, 1)
+    wait_for(group, tmp_path / "run", 12)
+    os.kill(group.pid(), signal.SIGKILL)
+    assert group.finish() == [-signal.SIGKILL]
     latest = RunCheckpoints(tmp_path / "run" / "checkpoints").latest()
     assert latest is not None
     assert 0 <= max(steps_logged(tmp_path / "run")) - latest.position.step <= OPTIONS["save_every"]
@@ -93,12 +82,11 @@ def test_sigkill_loses_no_more_than_the_steps_since_the_last_save(tmp_path, feat
 
 
 def test_sigterm_finishes_the_step_saves_and_goes_on_bit_for_bit(tmp_path, features, straight):
-    process = start(tmp_path, features, 1)
-    wait_for(process, tmp_path / "run", 12)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    stopped = int(out.split()[-1])
+    group = start(tmp_path, features, 1)
+    wait_for(group, tmp_path / "run", 12)
+    os.kill(group.pid(), signal.SIGTERM)
+    assert group.finish() == [0], group.output()
+    stopped = int(group.output().split()[-1])
     assert 12 <= stopped < 45
     assert find_checkpoint(tmp_path / "run", "last").position.step == stopped == max(steps_logged(tmp_path / "run"))
     assert "stopped by SIGTERM" in (tmp_path / "run" / "report.html").read_text()
@@ -107,12 +95,11 @@ def test_sigterm_finishes_the_step_saves_and_goes_on_bit_for_bit(tmp_path, featu
 
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, features):
-    process = start(tmp_path, features, 2)
-    wait_for(process, tmp_path / "run", 3)
-    os.kill(int((tmp_path / "jobs.json.pid-1").read_text()), signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    stopped = {line for line in out.splitlines() if line.startswith("done")}
-    assert out.count("done") == 2
+    group = start(tmp_path, features, 2)
+    wait_for(group, tmp_path / "run", 3)
+    os.kill(group.pid(rank=1), signal.SIGTERM)
+    assert group.finish() == [0, 0], group.output()
+    stopped = {line for line in group.output().splitlines() if line.startswith("done")}
+    assert group.output().count("done") == 2
     assert len(stopped) == 1
     assert find_checkpoint(tmp_path / "run", "last").position.step == int(stopped.pop().split()[1]) < 45
