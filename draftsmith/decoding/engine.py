@@ -155,6 +155,16 @@ class Engine:
     def _wanted_slots(self) -> int:
         return self.options.slots or len(self._waiting)
 
+    def _wanted_length(self) -> int:
+        """Room for the longest row that waits; with graphs rounded up, so that somewhat longer ones find them made."""
+        longest = max(answer.limit for answer in self._waiting)
+        if not self._graphs_on:
+            return longest
+        step = self.options.context_bucket
+        while longest > 8 * step:
+            step *= 2
+        return min(-(-longest // step) * step, self.target.max_position_embeddings)
+
     def _suits(self, pool: SlotPool) -> bool:
         """Whether an idle pool is the one that the waiting rows want."""
         return pool.size == self._wanted_slots() and all(self._fits(pool, answer) for answer in self._waiting)
@@ -170,12 +180,7 @@ class Engine:
             torch.cuda.synchronize(self.target.device)  # a graph may still be running
             self._graphs = StepGraphs(self.target.device, self.options.max_graphs)
         slots, stepper = self._wanted_slots(), self.stepper
-        bucket = self.options.context_bucket
-        longest = max(answer.limit for answer in self._waiting)
-        while longest > 8 * bucket:
-            bucket *= 2
-        # Rounded up, so that somewhat longer rows still fit later.
-        max_length = self.options.max_length or min(-(-longest // bucket) * bucket, self.target.max_position_embeddings)
+        max_length = self.options.max_length or self._wanted_length()
         stops = max(8, *(len(answer.stop_token_ids) for answer in self._waiting))
         reserved = max_length + stepper.reach
         drafting = stepper.drafting

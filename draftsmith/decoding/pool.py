@@ -1,5 +1,6 @@
 """The slots in which rows are decoded, and all the memory that belongs to them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,14 +74,10 @@ class SlotPool:
         for slot, answer in enumerate(answers, begin):
             self.occupants[slot] = answer
             self.prefilling.add(slot)
-        longest = max(len(answer.prompt) for answer in answers)
-        tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
-        stop_ids = torch.zeros(len(answers), state.stop_ids.shape[1], dtype=torch.int64)
-        for row, answer in enumerate(answers):
-            tokens[row, : len(answer.prompt)] = torch.tensor(answer.prompt)
-            stop_ids[row, : len(answer.stop_token_ids)] = torch.tensor(answer.stop_token_ids, dtype=torch.int64)
-        fill(state.tokens[begin:end, :longest], tokens)
-        fill(state.stop_ids[begin:end], stop_ids)
+        tokens = _padded([answer.prompt for answer in answers])
+        stop_ids = _padded([answer.stop_token_ids for answer in answers])
+        fill(state.tokens[begin:end, : tokens.shape[1]], tokens)
+        fill(state.stop_ids[begin:end, : stop_ids.shape[1]], stop_ids)
         columns: list[tuple[Tensor, list[float] | list[int]]] = [
             (state.length, [len(answer.prompt) for answer in answers]),
             (state.limit, [answer.limit for answer in answers]),
@@ -114,6 +111,12 @@ class SlotPool:
             tensor[slot].zero_()
         if self.context is not None:
             self.context.storage[:, :, slot].zero_()
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """[len(rows), longest] int64, zeros behind the shorter ones."""
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int64)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
