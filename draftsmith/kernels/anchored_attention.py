@@ -48,9 +48,9 @@ class Tiling:
     dq_keys: int = 64
     dq_warps: int = 8
     dq_stages: int = 2
-    dkv_rows: int = 64
+    dkv_rows: int = 32
     dkv_warps: int = 8
-    dkv_stages: int = 2
+    dkv_stages: int = 3
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
     first_ptr, end_ptr, own_first_ptr, own_end_ptr,
     q_row, q_head, q_slot, ck_row, ck_head, ck_token, cv_row, cv_head, cv_token,
     bk_row, bk_head, bk_slot, bv_row, bv_head, bv_slot, out_row, out_head, out_slot, grad_row, grad_head, grad_slot,
-    own_row, own_head, own_slot,
+    dq_row, dq_head, dq_slot, dbk_row, dbk_head, dbk_slot, dbv_row, dbv_head, dbv_slot,
     slots, context, kv_heads, factor, scale,
     HAS_LSE_GRAD: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
@@ -243,11 +243,12 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
     p = tl.exp2(tl.dot(q, tl.trans(k)) * factor - lse[:, None])
     p = tl.where((keys[None, :] >= own_first[:, None]) & (keys[None, :] < own_end[:, None]), p, 0.0)
     ds = (p * (tl.dot(grad, tl.trans(v)) - delta[:, None])).to(k.dtype)
-    own_at = row * own_row + kv_head * own_head + keys[:, None] * own_slot + dims[None, :]
     dv = tl.dot(tl.trans(p.to(grad.dtype)), grad)
-    tl.store(dbv_ptr + own_at, dv.to(dbv_ptr.dtype.element_ty), mask=own[:, None])
+    dbv_at = row * dbv_row + kv_head * dbv_head + keys[:, None] * dbv_slot + dims[None, :]
+    tl.store(dbv_ptr + dbv_at, dv.to(dbv_ptr.dtype.element_ty), mask=own[:, None])
     dk = tl.dot(tl.trans(ds), q) * scale
-    tl.store(dbk_ptr + own_at, dk.to(dbk_ptr.dtype.element_ty), mask=own[:, None])
+    dbk_at = row * dbk_row + kv_head * dbk_head + keys[:, None] * dbk_slot + dims[None, :]
+    tl.store(dbk_ptr + dbk_at, dk.to(dbk_ptr.dtype.element_ty), mask=own[:, None])
     dq = tl.dot(ds, k)
 
     low = tl.min(first, 0) // KEYS * KEYS
@@ -266,8 +267,8 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
         q, grad, dq, lse, delta, key_ptr, value_ptr, ck_token, cv_token, stop, high, first, end, context, factor,
         True, KEYS, DIM,
     )  # fmt: skip
-    # The queries' gradient is laid out as the output is.
-    tl.store(dq_ptr + out_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    dq_at = row * dq_row + (heads * dq_head + slot * dq_slot)[:, None] + dims[None, :]
+    tl.store(dq_ptr + dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -305,7 +306,7 @@ def _key_gradient_kernel(  # type: ignore[no-untyped-def]
     q_ptr, ck_ptr, cv_ptr, grad_ptr, lse_ptr, delta_ptr, dck_ptr, dcv_ptr,
     first_ptr, end_ptr, by_key_ptr,
     q_row, q_head, q_slot, ck_row, ck_head, ck_token, cv_row, cv_head, cv_token, grad_row, grad_head, grad_slot,
-    dc_row, dc_head, dc_token,
+    dck_row, dck_head, dck_token, dcv_row, dcv_head, dcv_token,
     slots, context, kv_heads, factor, scale,
     GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -348,9 +349,10 @@ def _key_gradient_kernel(  # type: ignore[no-untyped-def]
         k, v, dk, dv, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr,
         q_head, q_slot, grad_head, grad_slot, whole_stop, stop, slots, factor, True, GROUP, PADDED, ROWS, DIM,
     )  # fmt: skip
-    at = row * dc_row + kv_head * dc_head + keys[:, None] * dc_token + dims[None, :]
-    tl.store(dck_ptr + at, (dk * scale).to(dck_ptr.dtype.element_ty), mask=inside)
-    tl.store(dcv_ptr + at, dv.to(dcv_ptr.dtype.element_ty), mask=inside)
+    dck_at = row * dck_row + kv_head * dck_head + keys[:, None] * dck_token + dims[None, :]
+    tl.store(dck_ptr + dck_at, (dk * scale).to(dck_ptr.dtype.element_ty), mask=inside)
+    dcv_at = row * dcv_row + kv_head * dcv_head + keys[:, None] * dcv_token + dims[None, :]
+    tl.store(dcv_ptr + dcv_at, dv.to(dcv_ptr.dtype.element_ty), mask=inside)
 
 
 # --- the functions --------------------------------------------------------------------------------------------------
@@ -418,13 +420,11 @@ def attend_backward(
     scale: float,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the five inputs, laid out with the heads of a token side by side; lse_grad: that of `lse`."""
+    """Gradients of the five inputs, laid out as they are; lse_grad: that of `lse`."""
     rows, heads, slots, _ = q.shape
     kv_heads, context = ck.shape[1:3]
     grad = _dense(grad)
-    dq = _like(rows, heads, slots, q)
-    dbk, dbv = (_like(rows, kv_heads, slots, bk) for _ in range(2))
-    dck, dcv = (_like(rows, kv_heads, context, ck) for _ in range(2))
+    dq, dck, dcv, dbk, dbv = (torch.empty_like(tensor) for tensor in (q, ck, cv, bk, bv))
     delta = torch.empty_like(lse)
     shape = _shape(q, kv_heads, tiling.dq_rows, runs.block_size)
     grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
@@ -432,14 +432,15 @@ def attend_backward(
         q, ck, cv, bk, bv, out, grad, lse, lse if lse_grad is None else lse_grad.contiguous(), delta, dq, dbk, dbv,
         runs.context_first, runs.context_end, runs.own_first, runs.own_end,
         *_strides(q), *_strides(ck), *_strides(cv), *_strides(bk), *_strides(bv), *_strides(out), *_strides(grad),
-        *_strides(dbk), slots, context, kv_heads, scale * LOG2_E, scale, HAS_LSE_GRAD=lse_grad is not None,
+        *_strides(dq), *_strides(dbk), *_strides(dbv),
+        slots, context, kv_heads, scale * LOG2_E, scale, HAS_LSE_GRAD=lse_grad is not None,
         **shape, KEYS=tiling.dq_keys, num_warps=tiling.dq_warps, num_stages=tiling.dq_stages,
     )  # fmt: skip
     padded = shape["PADDED"]
     grid = (triton.cdiv(context, KEYS), kv_heads, rows)
     _key_gradient_kernel[grid](
         q, ck, cv, grad, lse, delta, dck, dcv, runs.context_first, runs.context_end, runs.by_key,
-        *_strides(q), *_strides(ck), *_strides(cv), *_strides(grad), *_strides(dck),
+        *_strides(q), *_strides(ck), *_strides(cv), *_strides(grad), *_strides(dck), *_strides(dcv),
         slots, context, kv_heads, scale * LOG2_E, scale,
         GROUP=shape["GROUP"], PADDED=padded, ROWS=max(tiling.dkv_rows, 16, padded), KEYS=KEYS, DIM=q.shape[-1],
         num_warps=tiling.dkv_warps, num_stages=tiling.dkv_stages,

@@ -25,10 +25,12 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr += row * width
     correction_ptr += row * width
     columns = tl.arange(0, BLOCK)
-    # Per lane: the largest value so far with its first column, and the sum of exponentials relative to it.
+    # Per lane: the largest value so far with its first column. For all lanes: the largest value so far (a number from
+    # the beginning, since -inf less -inf is none), to which the sums of exponentials are relative.
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     place = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
+    top = tl.full((), -3.0e38, tl.float32)
     for start in range(0, width, BLOCK):
         inside = start + columns < width
         x = tl.load(logits_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
@@ -36,15 +38,13 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
             x += tl.load(correction_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
         higher = x > highest
         place = tl.where(higher, start + columns, place)
-        raised = tl.where(higher, x, highest)
-        # A lane that has seen nothing yet has -inf on both sides, and exp(-inf - -inf) would be NaN.
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        total = total * tl.exp(highest - base) + tl.exp(x - base)
-        highest = raised
-    top = tl.max(highest, 0)
-    lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
+        highest = tl.where(higher, x, highest)
+        raised = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - raised) + tl.exp(x - raised)
+        top = raised
+    lse = top + tl.log(tl.sum(total, 0))
     # Ties go to the lowest column. A row without a finite maximum (NaN) has no best column; 0 stands there.
-    best = tl.min(tl.where(highest == top, place, width), 0)
+    best = tl.min(tl.where(highest == tl.max(highest, 0), place, width), 0)
     best = tl.where(best < width, best, 0)
     tl.store(lse_ptr + row, lse)
     tl.store(best_ptr + row, best.to(tl.int64))

@@ -42,7 +42,7 @@ class Work:
 
 def training_flops(config: DraftConfig, work: Work) -> float:
     """Multiplications and additions of forward and backward: 2 a weight and token forward, twice that backward, less
-    the frozen output head's weight gradient.
+    the gradients that nobody needs: of the frozen output head's weight, and of the features that are fused.
 
     The matrix products of the backbone and the output head, with full attention; a method's own head is not counted.
     """
@@ -51,9 +51,9 @@ def training_flops(config: DraftConfig, work: Work) -> float:
     layer = 2 * hidden * width + keys_values + 3 * hidden * config.intermediate_size
     fusion = len(config.target_layer_ids) * hidden * hidden
     forward = 2.0 * work.slots * config.num_hidden_layers * layer
-    forward += 2.0 * work.context * (fusion + config.num_hidden_layers * keys_values)
+    forward += 2.0 * work.context * config.num_hidden_layers * keys_values
     forward += 4.0 * work.pairs * config.num_hidden_layers * width
-    return 3.0 * forward + 4.0 * work.labels * hidden * config.vocab_size
+    return 3.0 * forward + 4.0 * work.context * fusion + 4.0 * work.labels * hidden * config.vocab_size
 
 
 def peak_flops(device: torch.device, tflops: float | None) -> float | None:

@@ -37,19 +37,6 @@ def raise_together(error: DraftsmithError | None) -> None:
         raise DraftsmithError(messages[0])
 
 
-_LARGE = 1 << 20
-
-
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """The norm of each [len(tensors)]: small ones in few launches, large ones by the kernel for a single tensor, which
-    reads several times as fast."""
-    small = [i for i, tensor in enumerate(tensors) if tensor.numel() < _LARGE]
-    found = dict(zip(small, torch._foreach_norm([tensors[i] for i in small]) if small else (), strict=True))
-    return torch.stack(
-        [found[i] if i in found else torch.linalg.vector_norm(tensor) for i, tensor in enumerate(tensors)]
-    )
-
-
 class Parallel:
     """Wraps the trained module for its processes.
 
@@ -87,7 +74,7 @@ class Parallel:
 
     def norms(self, gradients: list[Tensor]) -> Tensor:
         """The norm of every gradient [len(gradients)], of the whole one where this process holds a part."""
-        norms = _norms(gradients)
+        norms = torch.stack(torch._foreach_norm(gradients))
         if self.sharded:
             squares = norms.square()
             torch.distributed.all_reduce(squares)

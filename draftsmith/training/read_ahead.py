@@ -74,8 +74,7 @@ def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[tuple
         for batch in batches:
             yield batch.to(device), None
         return
-    torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         for batch in batches:
             moved = batch.to(device)
             ready = torch.cuda.Event()
