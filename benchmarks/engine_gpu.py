@@ -9,14 +9,10 @@ JSON line a measurement; times are medians in milliseconds.
 
 `cycles`, `plain`: the step graph by batch and context; `plain16`: the target's pass at the verify width. `steady`: the
 engine as it is used, host included, with the device's idle share from a profile. `memory`: peak over weights and caches
-at batch 8. `zlab`: the package `dflash`, which must be there, on the same weights. `trained` (with --target, --draft
-and --prompts): a real target with a trained draft, prompt after prompt at batch 1, speculative against plain decoding,
-both on graphs; and whether both give the same tokens when the plain decoder runs at the verify width.
+at batch 8. `zlab`: the package `dflash`, which must be there, on the same weights.
 """
 
 import argparse
-import json
-import statistics
 import sys
 import time
 import traceback
@@ -24,16 +20,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
+from device_timing import alone, measured_bandwidth, median_ms, profile, say
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from draftsmith.data.prompts import read_prompts
 from draftsmith.decoding.cache import ContextCache, FusedBlocks
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.pool import SlotPool
-from draftsmith.decoding.request import Generation, Request
+from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
@@ -43,10 +38,6 @@ from draftsmith.targets.target import Target
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4096, 12288, 32, 8, 128, 151936
 BLOCK, DRAFT_LAYERS, ROOM = 16, 5, 512
 DTYPE = torch.bfloat16
-
-
-def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
 
 
 # --- models and floors ------------------------------------------------------------------------------------------------
@@ -116,27 +107,6 @@ def cycle_bytes(layers: int, batch: int, context: int) -> int:
     return plain_bytes(layers, batch, context) + draft + cache_bytes(DRAFT_LAYERS, batch, context)
 
 
-def median_ms(run: Callable[[], object], repeats: int = 7, inner: int = 5) -> float:
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(inner):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / inner)
-    return statistics.median(times)
-
-
-def measured_bandwidth() -> float:
-    """Bytes a second of a large copy, read and written."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
-    sink = torch.empty_like(source)
-    sink.copy_(source)
-    return 2 * source.numel() / (median_ms(lambda: sink.copy_(source), 5, 2) * 1e-3)
-
-
 # --- measurements -----------------------------------------------------------------------------------------------------
 
 
@@ -182,88 +152,6 @@ def step_graph(engine: Engine, batch: int, context: int) -> tuple[Callable[[], N
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     return run, seconds[0], seconds[1]
-
-
-def profile(run: Callable[[], object], steps: int, rows: int) -> tuple[float, str]:
-    """Share of the time in which no kernel runs, and the kernels that take longest."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(steps):
-            run()
-        torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    busy, reached = 0.0, spans[0][0]
-    for begin, end in spans:
-        busy += max(end - max(begin, reached), 0.0)
-        reached = max(reached, end)
-    kernels = [event for event in trace.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    table = "\n".join(
-        f"{event.self_device_time_total / steps:9.1f} us/step {event.count / steps:7.1f} x  {event.key[:100]}"
-        for event in kernels[:rows]
-    )
-    table += f"\n{sum(event.count for event in kernels) / steps:.1f} kernels a step"
-    return 1.0 - busy / (spans[-1][1] - spans[0][0]), table
-
-
-def trained(arguments: argparse.Namespace) -> None:
-    """Tokens a second of a trained draft against plain decoding, over the first prompts of a file."""
-    target = Target.load(arguments.target, dtype="bfloat16", device="cuda")
-    draft = Draft.load(arguments.draft, dtype="bfloat16", device="cuda").eval()
-    prompts = []
-    for prompt in read_prompts(arguments.prompts)[: arguments.limit]:
-        turn = [{"role": "user", "content": prompt.turns[0]}]
-        ids = target.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        prompts.append([int(token) for token in ids])
-    longest = max(len(prompt) for prompt in prompts) + arguments.new
-    size = dict(slots=1, max_length=longest)
-    speculative = Engine(target, draft, EngineOptions(**size))
-    width = speculative.stepper.width
-    engines = {
-        "plain": Engine(target, None, EngineOptions(**size)),
-        "speculative": speculative,
-        "plain at the verify width": Engine(target, None, EngineOptions(**size, verify_width=width)),
-        "speculative, eager": Engine(target, draft, EngineOptions(**size, graphs="off")),
-    }
-    found: dict[str, list[Generation]] = {}
-    speeds: dict[str, float] = {}
-    for name, engine in engines.items():
-        some = prompts[: arguments.limit // 4] if "eager" in name else prompts
-        for prompt in (min(prompts, key=len), max(prompts, key=len)):  # captures
-            engine.decode(_request(prompt, arguments.new))
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        found[name] = [engine.decode(_request(prompt, arguments.new))[0] for prompt in some]
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        speeds[name] = sum(len(row.token_ids) for row in found[name]) / seconds
-    lengths = [length for row in found["speculative"] for length in row.accept_lengths]
-
-    def same(first: str, second: str) -> float:
-        pairs = zip(found[first], found[second], strict=False)
-        return statistics.mean(a.token_ids == b.token_ids for a, b in pairs)
-
-    say(
-        part="trained", prompts=len(prompts), new_tokens=arguments.new,
-        accept_length=round(statistics.mean(lengths), 3),
-        tokens_per_second={name: round(speed, 1) for name, speed in speeds.items()},
-        speculative_over_plain=round(speeds["speculative"] / speeds["plain"], 3),
-        same_as_plain_at_the_verify_width=same("speculative", "plain at the verify width"),
-        same_as_plain=same("speculative", "plain"), same_as_eager=same("speculative", "speculative, eager"),
-    )  # fmt: skip
-    for name in ("plain", "speculative"):
-        engine = engines[name]
-        engine.submit(_request(prompts[0], arguments.new))
-        for _ in range(4):
-            engine.step()
-        idle, table = profile(engine.step, 20, arguments.kernels)
-        say(part=f"trained profile, {name}", idle=round(idle, 4))
-        print(table, flush=True)
 
 
 def _request(prompt: list[int], new: int) -> Request:
@@ -327,21 +215,19 @@ class Bench:
             for _ in range(6):
                 engine.step()
             torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(40):
-                engine.step()
-            torch.cuda.synchronize()
-            wall = (time.perf_counter() - begin) / 40 * 1e3
+            with alone():
+                begin = time.perf_counter()
+                for _ in range(40):
+                    engine.step()
+                torch.cuda.synchronize()
+                wall = (time.perf_counter() - begin) / 40 * 1e3
             replay, _, _ = step_graph(self.engine(drafted, batch), batch, context)
-            alone = median_ms(replay, inner=20)
+            replays = median_ms(replay, inner=20)
             idle, _ = profile(engine.step, 10, 1)
             say(
                 part="steady", drafted=drafted, batch=batch, context=context, ms=round(wall, 4),
-                replays_alone_ms=round(alone, 4), idle=round(idle, 4),
+                replays_alone_ms=round(replays, 4), idle=round(idle, 4),
             )  # fmt: skip
-
-    def trained(self) -> None:
-        trained(self.arguments)
 
     def draft_alone(self) -> None:
         """The draft's block and its append, with and without the kernel for products of few rows."""
@@ -356,22 +242,29 @@ class Bench:
             taps = torch.randn(batch, BLOCK, DRAFT_LAYERS * HIDDEN, device="cuda", dtype=DTYPE)
             for skinny in (True, False):
                 blocks.fused = FusedDraft(self.draft, skinny=skinny)
-                graphs = StepGraphs(self.target.device, 2)
-
-                def both(blocks: FusedBlocks = blocks, context: ContextCache = context) -> None:
-                    blocks.append(taps, pool.state.length, context)
-                    blocks.block(self.target.ends.embedding_rows(ids), pool.state.length, context, 1024)
-
-                def run(graphs: StepGraphs = graphs) -> None:
-                    with torch.no_grad():
-                        graphs.run(0, both)
-
+                run = self._draft_graph(blocks, context, ids, taps, pool.state.length)
                 run()
                 found = median_ms(run, inner=20)
                 size = cycle_bytes(0, batch, 512) - 4 * VOCABULARY * HIDDEN
-                say(part="draft", batch=batch, skinny=skinny, ms=round(found, 4), floor_ms=round(self.floor_ms(size), 4))
+                floor = round(self.floor_ms(size), 4)
+                say(part="draft", batch=batch, skinny=skinny, ms=round(found, 4), floor_ms=floor)
                 if batch == 1:
                     print(profile(run, 5, 12)[1], flush=True)
+
+    def _draft_graph(
+        self, blocks: FusedBlocks, context: ContextCache, ids: torch.Tensor, taps: torch.Tensor, start: torch.Tensor
+    ) -> Callable[[], None]:
+        graphs = StepGraphs(self.target.device, 2)
+
+        def both() -> None:
+            blocks.append(taps, start, context)
+            blocks.block(self.target.ends.embedding_rows(ids), start, context, 1024)
+
+        def run() -> None:
+            with torch.no_grad():
+                graphs.run("draft", both)
+
+        return run
 
     def prefill(self) -> None:
         """A long prompt, chunk by chunk: seconds to its first token, and peak memory over weights and caches."""
@@ -381,11 +274,12 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
             prompt = torch.randint(VOCABULARY - 1, (length,)).tolist()
             (answer,) = engine.submit(_request(prompt, 16))
-            begin = time.perf_counter()
-            while not answer.token_ids:
-                engine.step()
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - begin
+            with alone():
+                begin = time.perf_counter()
+                while not answer.token_ids:
+                    engine.step()
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - begin
             assert engine.pool is not None
             over = torch.cuda.max_memory_allocated() - before - pool_bytes(engine.pool)
             say(
@@ -440,32 +334,25 @@ class Bench:
         prompt = torch.randint(VOCABULARY - 1, (1, 512), device="cuda")
         with torch.no_grad():
             dflash_generate(theirs, self.target.model, prompt, 4, None, return_stats=True)
-            stats = dflash_generate(theirs, self.target.model, prompt, 24, None, return_stats=True)
+            with alone():
+                stats = dflash_generate(theirs, self.target.model, prompt, 12, None, return_stats=True)
         cycles = len(stats.acceptance_lengths)
         total = stats.time_per_output_token * stats.num_output_tokens
         say(part="zlab", context=512, cycles=cycles, ms_per_cycle=round(total / cycles * 1e3, 2))
 
 
-PARTS = ("cycles", "plain", "plain16", "steady", "draft_alone", "prefill", "memory", "zlab", "trained")
+PARTS = ("cycles", "plain", "plain16", "steady", "draft_alone", "prefill", "memory", "zlab")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS[:-1]), help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048, 4096])
     parser.add_argument("--kernels", type=int, default=15, help="kernels of a profile to print")
-    parser.add_argument("--target", help="trained: directory, hub id or GGUF file of the target")
-    parser.add_argument("--draft", help="trained: directory of its draft")
-    parser.add_argument("--prompts", help="trained: JSONL of prompts")
-    parser.add_argument("--limit", type=int, default=24, help="trained: prompts")
-    parser.add_argument("--new", type=int, default=200, help="trained: new tokens a prompt")
     parser.add_argument("--no-fuse", dest="fuse", action="store_false", help="the target's own modules")
     arguments = parser.parse_args()
-    if arguments.parts == ["trained"]:
-        trained(arguments)
-        return 0
     bench, failed = Bench(arguments), False
     for part in arguments.parts:
         begin = time.perf_counter()
