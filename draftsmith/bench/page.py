@@ -84,7 +84,7 @@ def _card(found: Figures, names: Sequence[str]) -> str:
         f'<div class="numbers"><div><div class="big">{number(length and length.value)}</div>'
         f'<div class="what">accept length{_between(length)}</div></div>'
         f'<div><div class="big">{number(speed and speed.value)}<small> x</small></div>'
-        f'<div class="what">plain decoding{_between(speed)}</div></div></div></div>'
+        f'<div class="what">as fast as plain{_between(speed)}</div></div></div></div>'
     )
 
 

@@ -76,8 +76,9 @@ def bars(groups: Mapping[str, Sequence[Bar]], label: str, *, start: float = 0.0)
 
 def line_chart(curves: Mapping[str, Curve], label: str, *, bounds: tuple[float, float] | None = None) -> str:
     """Named curves over a shared axis; `label` names the x axis, `bounds` are those of y (left out: the data's).
-    Curves without a point are left out."""
-    drawn = {name: curve for name, curve in curves.items() if curve}
+    Points that are not finite are left out, and so are curves without a point."""
+    finite = {name: [(x, y) for x, y in curve if math.isfinite(y)] for name, curve in curves.items()}
+    drawn = {name: curve for name, curve in finite.items() if curve}
     if not drawn:
         return "<p>nothing was logged</p>"
     xs = [x for curve in drawn.values() for x, _ in curve]
@@ -92,11 +93,11 @@ def line_chart(curves: Mapping[str, Curve], label: str, *, bounds: tuple[float, 
         return LEFT + width * share_x, TOP + height * (1.0 - share_y)
 
     marks = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        value, at = low_y + share * (high_y - low_y), TOP + height * (1.0 - share)
+    for value in _ticks(low_y, high_y, 4):
+        at = place(low_x, value)[1]
         marks.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        marks.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for value in _ticks(low_x, high_x):
+        marks.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{value:,.6g}</text>')
+    for value in _ticks(low_x, high_x, 6):
         x = place(value, low_y)[0]
         marks.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
     marks.append(f'<text x="{LEFT + width / 2}" y="{HEIGHT - 2}" text-anchor="middle">{escape(label)}</text>')
@@ -159,14 +160,14 @@ def _short(text: str) -> str:
     return text if len(text) <= 24 else text[:11] + "…" + text[-12:]
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """About six round numbers in [low, high]."""
+def _ticks(low: float, high: float, wanted: int) -> list[float]:
+    """About so many round numbers in [low, high]; whole ones between whole bounds that are far enough apart."""
     if high <= low:
         return [low]
-    raw = (high - low) / 6
+    raw = (high - low) / wanted
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    if low == int(low) and high == int(high):
+    if low == int(low) and high == int(high) and high - low > 1:
         step = max(1, step)
     first = math.ceil(low / step)
     return [tick * step for tick in range(first, math.floor(high / step + 1e-9) + 1)]

@@ -24,7 +24,7 @@ main { max-width: 1080px; margin: 0 auto; padding: 3rem 1.5rem 5rem; }
 h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -.02em; font-weight: 650; margin: 0 0 .4rem; }
 h2 { font-size: 1.15rem; letter-spacing: -.01em; font-weight: 620; margin: 3rem 0 .35rem; }
 h3 { font-size: .95rem; font-weight: 600; margin: 0 0 .5rem; }
-p { margin: .25rem 0 .9rem; max-width: 68ch; } .dim, figcaption { color: var(--dim); } figcaption { font-size: .85rem; }
+p { margin: .25rem 0 .9rem; max-width: 80ch; } .dim, figcaption { color: var(--dim); } figcaption { font-size: .85rem; }
 .lede { font-size: 1.06rem; } .lede b { font-weight: 620; }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 1rem; margin: 1.6rem 0 0; }
 .card, figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1.1rem 1.25rem; }
@@ -54,8 +54,8 @@ details > *:not(summary) { margin-left: 1.25rem; margin-right: 1.25rem; }
 details > :last-child { margin-bottom: 1.1rem; }
 summary { cursor: pointer; padding: .75rem 1.25rem; font-weight: 600; } summary span { font-weight: 400; }
 .question { white-space: pre-wrap; color: var(--dim); border-left: 3px solid var(--line); padding-left: .9rem;
-  font-size: .9rem; max-width: 78ch; }
-.tokens { white-space: pre-wrap; line-height: 2.05; font-size: .95rem; max-width: 82ch; overflow-wrap: anywhere;
+  font-size: .9rem; max-width: 90ch; }
+.tokens { white-space: pre-wrap; line-height: 2.05; font-size: .95rem; max-width: 104ch; overflow-wrap: anywhere;
   font-family: "JetBrains Mono", "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .tokens i { font-style: normal; position: relative; border-radius: 3px; padding: .18em 0; cursor: default;
   border-bottom: 2px solid transparent; }
@@ -67,7 +67,7 @@ summary { cursor: pointer; padding: .75rem 1.25rem; font-weight: 600; } summary 
   white-space: pre; background: var(--tip); color: var(--tip-ink); border-radius: 6px; padding: .45em .7em;
   font: 12px/1.5 "Inter", "DejaVu Sans", system-ui, sans-serif; pointer-events: none;
   box-shadow: 0 4px 18px rgba(0, 0, 0, .25); }
-.legend i { padding: .1em .4em; } .legend { line-height: 2; font-size: .88rem; }
+.legend i { padding: .1em .4em; white-space: nowrap; } .legend { line-height: 2; font-size: .88rem; }
 @media (max-width: 640px) { main { padding: 1.6rem .9rem 3rem; } .pair { grid-template-columns: 1fr; } }
 @media print { :root { color-scheme: light; --paper: #fff; --card: #fff; --ink: #000; --dim: #444; --line: #ccc;
     --grid: #e5e5e5; --accept: 0, 114, 178; --correct: #a03d00; --bonus: #006346; --plain: #888;

@@ -46,7 +46,7 @@ def write_run_report(run_dir: Path, record: RunRecord, outcome: list[tuple[str, 
         rows = fact_table([(name, str(value)) for name, value in section.items()])
         parts.append(f'<h2>{title}</h2><div class="card">{rows}</div>')
     path = run_dir / REPORT_FILE
-    head = f"{record.draft_section['algorithm']} for {record.target['source']}"
+    head = f"{record.draft_section['algorithm']} for {str(record.target['source']).rsplit('/', 1)[-1]}"
     text = page(f"Training: {run_dir.resolve().name}", "\n".join(parts), head)
     path.write_text(text, encoding="utf-8")
     return path

@@ -87,6 +87,9 @@ def test_curves_keep_to_their_bounds():
     (line,) = ElementTree.fromstring(chart).findall("polyline")
     (_, first), (_, second) = (map(float, point.split(",")) for point in line.get("points").split())
     assert second - first == pytest.approx(0.25 * (220 - 14 - 38), abs=0.1)
+    broken = line_chart({"loss": [(1, 2.0), (2, float("nan")), (3, 1.0)], "gone": [(1, float("inf"))]}, "step")
+    (line,) = ElementTree.fromstring(broken).findall("polyline")
+    assert len(line.get("points").split()) == 2
 
 
 def test_every_token_is_marked_by_how_it_came():
