@@ -6,7 +6,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,17 +20,19 @@ def say(**line: Any) -> None:
 @contextmanager
 def alone() -> Iterator[None]:
     """While open, the process group that the variable PAUSE_GROUP names, if it does, stands still: the device is this
-    process's only."""
+    process's only. The group may have ended."""
     group = int(os.environ.get("PAUSE_GROUP", "0"))
     if group == 0:
         yield
         return
-    os.killpg(group, signal.SIGSTOP)
-    time.sleep(0.1)  # what they had launched comes to its end
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGSTOP)
+        time.sleep(0.1)  # what it had launched comes to its end
     try:
         yield
     finally:
-        os.killpg(group, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGCONT)
 
 
 def median_ms(run: Callable[[], object], repeats: int = 7, inner: int = 5) -> float:
