@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.capture.backends import BACKENDS
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.plan import estimate_size, finished_samples, plan_batches
 from draftsmith.capture.refusals import Refusals, accept
 from draftsmith.capture.room import check_room
-from draftsmith.capture.backends import BACKENDS
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.encoding import decode, encode, finite_rows

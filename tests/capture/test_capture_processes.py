@@ -56,6 +56,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return directory, json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_records_of_one(outcome: tuple[Path, dict[str, Any]]) -> None:
     directory, found = outcome
     assert found["said"]["one"] == [f"{len(LENGTHS)} 0"]
@@ -72,6 +73,7 @@ def test_two_processes_make_the_records_of_one(outcome: tuple[Path, dict[str, An
     assert abs(tokens[0] - tokens[1]) <= OPTIONS["tokens_per_batch"]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_with_a_capture(outcome: tuple[Path, dict[str, Any]]) -> None:
     directory, found = outcome
     first, second = found["said"]["begun"]
@@ -85,28 +87,33 @@ def test_another_number_of_processes_goes_on_with_a_capture(outcome: tuple[Path,
     assert not list((directory / "begun").glob("shard-0002*"))
 
 
+@pytest.mark.slow
 def test_a_process_without_work_is_fine(outcome: tuple[Path, dict[str, Any]]) -> None:
     directory, found = outcome
     assert found["said"]["single"] == ["1 0"] * 2
     assert len(Store.open(directory / "single")) == 1
 
 
+@pytest.mark.slow
 def test_processes_with_other_samples_are_told(outcome: tuple[Path, dict[str, Any]]) -> None:
     directory, found = outcome
     assert all("processes [1] were given other samples than process 0" in said for said in found["said"]["uneven"])
     assert not (directory / "uneven").exists()
 
 
+@pytest.mark.slow
 def test_what_the_first_process_finds_wrong_all_say(outcome: tuple[Path, dict[str, Any]]) -> None:
     _, found = outcome
     assert all("dtype: the store has 'float32', this run needs 'fp8'" in said for said in found["said"]["other"])
 
 
+@pytest.mark.slow
 def test_a_finished_capture_is_not_done_again(outcome: tuple[Path, dict[str, Any]]) -> None:
     _, found = outcome
     assert found["said"]["again"] == [f"0 {len(LENGTHS)}"] * 2
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_nothing_is_lost_or_repeated(outcome: tuple[Path, dict[str, Any]]) -> None:
     """Every store that came out was compared with the whole one, record by record."""
     _, found = outcome
