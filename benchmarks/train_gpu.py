@@ -324,7 +324,8 @@ def packing(options: Sequence[str]) -> dict[str, Any]:
         step, method, section = our_step(shape, "dflash", options)
         records = random_records(shape, lengths, final_state=False)
         rows = pack_rows(lengths, per_row) if way == "packed" else [[i] for i in range(len(lengths))]
-        groups = [rows[i : i + 2] for i in range(0, len(rows), 2)] if way == "packed" else [rows[:32], rows[32:]]
+        at_a_time = 1 if way == "packed" else 8  # about as many tokens in a step
+        groups = [rows[i : i + at_a_time] for i in range(0, len(rows), at_a_time)]
         batches = [
             micro_batch(shape, method, [[records[i] for i in row] for row in group], section) for group in groups
         ]
