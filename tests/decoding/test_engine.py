@@ -323,8 +323,8 @@ def test_a_step_never_waits_for_the_device(target: Target, draft: Draft, drafted
     assert engine.pool is not None
     slots, bounds = engine.pool.rows(0, 5), SamplingBounds.of(answer.sampling for answer in answers)
     with pytest.MonkeyPatch.context() as patch, NoHost(patch) as watch:
-        engine.stepper.step(slots, 64, bounds)
-        engine.stepper.step(slots, 64, bounds)
+        engine.stepper.step(slots, engine.pool.reserved, bounds)
+        engine.stepper.step(slots, engine.pool.reserved, bounds)
         assert watch.calls > 100
         with pytest.raises(AssertionError):
             engine.step()  # it reads what happened

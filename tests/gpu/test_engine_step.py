@@ -122,7 +122,7 @@ def test_a_step_never_waits_for_the_device(method: str, sampling: SamplingOption
     slots, bounds = engine.pool.rows(0, 4), SamplingBounds.of([sampling])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.stepper.step(slots, 64, bounds)
+        engine.stepper.step(slots, engine.pool.reserved, bounds)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
