@@ -315,7 +315,7 @@ def ours(options: Sequence[str]) -> dict[str, Any]:
 def packing(options: Sequence[str]) -> dict[str, Any]:
     """Documents whose lengths are drawn like those of gsm8k's answers: mean 210 tokens, at most 448."""
     base, _ = of_method(SHAPES[options[0]], options)
-    drawn = 40 + torch.distributions.Gamma(4.0, 4.0 / 170.0).sample((64,)).long()  # type: ignore[no-untyped-call]
+    drawn = 40 + torch.distributions.Gamma(4.0, 4.0 / 170.0).sample((64,)).long()
     lengths = drawn.clamp(max=448).tolist()
     found: dict[str, Any] = {"mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
     for way in ("packed", "padded"):

@@ -1,6 +1,8 @@
 """The training blocks of a packed batch: anchors, inputs, labels and masks in one place."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +38,12 @@ class Blocks:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Blocks":
         """The same blocks on `device`; shapes and dtypes stay."""
-        return replace(self, **{n: t.to(device, non_blocking=non_blocking) for n, t in self.tensors().items()})
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Blocks":
+        """The same blocks with every tensor passed through `function`."""
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""

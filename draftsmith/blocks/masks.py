@@ -61,7 +61,8 @@ def flex_mask(seen: Sight) -> BlockMask:
     whole = torch.nn.functional.pad(all_seen, padding).unflatten(1, (-1, TILE)).all(2)
 
     # Read for every pair of a tile that is not whole: as narrow as they can be.
-    narrow = Sight(*(each.int() for each in seen.runs()), seen.num_keys)
+    context_first, context_end, block_first, block_end = (bound.int() for bound in seen.runs())
+    narrow = Sight(context_first, context_end, block_first, block_end, seen.num_keys)
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return narrow.sees(row, query, key)

@@ -65,8 +65,7 @@ class MicroBatch:
             features={name: tensor.pin_memory() for name, tensor in self.packed.features.items()},
             **{name: tensor.pin_memory() for name, tensor in tensors.items()},
         )
-        blocks = replace(self.blocks, **{name: tensor.pin_memory() for name, tensor in self.blocks.tensors().items()})
-        return MicroBatch(packed, blocks, self.work)
+        return MicroBatch(packed, self.blocks.mapped(torch.Tensor.pin_memory), self.work)
 
 
 @dataclass(frozen=True)
