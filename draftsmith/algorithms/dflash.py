@@ -25,12 +25,13 @@ from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.losses.linear_cross_entropy import linear_cross_entropy
+from draftsmith.losses.linear_cross_entropy import linear_cross_entropy, rows_at_a_time
 from draftsmith.targets.ends import TargetEnds
 
 
 class DFlashObjectiveOptions(Options):
-    """`draft.objective` of DFlash: how labels are weighted, and how many slots go through the output head at a time.
+    """`draft.objective` of DFlash: how labels are weighted, and how many slots go through the output head at a time
+    (None: half a GiB of logits).
 
     `negatives`: training's softmax runs over the labels of a micro-batch and so many other tokens drawn at random,
     instead of the whole vocabulary (None): for CPUs, where the head costs more than a small draft. Evaluation is always
@@ -38,7 +39,7 @@ class DFlashObjectiveOptions(Options):
     """
 
     weighting: Weighting = DecayWeighting()
-    head_chunk: int = Field(default=1024, ge=1)
+    head_chunk: int | None = Field(default=None, ge=1)
     negatives: int | None = Field(default=None, ge=1)
 
 
@@ -69,7 +70,7 @@ class DFlashObjective:
             project,
             labels,
             blocks.label_mask,
-            chunk=self.options.head_chunk,
+            chunk=self.options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype),
             max_labels=blocks.max_labels,
         )  # [R, N, P]
         if sample is not None:

@@ -28,7 +28,7 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head, DFlash2HeadConfig
 from draftsmith.losses.chunked import Chunk, chunked_sum
-from draftsmith.losses.linear_cross_entropy import labelled_first
+from draftsmith.losses.linear_cross_entropy import labelled_first, rows_at_a_time
 from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
@@ -39,7 +39,7 @@ class DFlash2ObjectiveOptions(Options):
 
     weighting: Weighting = DecayWeighting()
     selector_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    head_chunk: int = Field(default=1024, ge=1)
+    head_chunk: int | None = Field(default=None, ge=1)
 
 
 class DFlash2Section(DraftSection):
@@ -69,6 +69,7 @@ class DFlash2Objective:
     def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
         """Works through chunks of whole blocks, because a label's weight may depend on its block's other losses."""
         blocks, options = outputs.blocks, self.options
+        head_chunk = options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype)
         selector = _selector(draft)
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
         with_label = blocks.label_mask.any(-1)
@@ -109,7 +110,7 @@ class DFlash2Objective:
             compute,
             (block_hidden, latent),
             (selector.successor_codebook,),
-            chunk=max(1, options.head_chunk // self.layout.num_labels),
+            chunk=max(1, head_chunk // self.layout.num_labels),  # whole blocks
         )
         denominator = options.weighting.denominator(blocks)
         labelled = blocks.label_mask.sum((0, 1)).float()

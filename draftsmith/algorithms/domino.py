@@ -30,7 +30,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead, DominoHeadConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.losses.chunked import Chunk, chunked_sum
-from draftsmith.losses.linear_cross_entropy import labelled_first
+from draftsmith.losses.linear_cross_entropy import labelled_first, rows_at_a_time
 from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
@@ -46,7 +46,7 @@ class DominoObjectiveOptions(Options):
     weighting: FixedWeighting = DecayWeighting()
     lambda_start: float = Field(default=1.0, ge=0, le=1)
     lambda_decay_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    head_chunk: int = Field(default=512, ge=1)
+    head_chunk: int | None = Field(default=None, ge=1)
 
     def base_share(self, progress: float) -> float:
         """lambda at `progress` in [0, 1), the share of optimiser steps done."""
@@ -108,7 +108,10 @@ class DominoObjective:
             return Chunk(total, results, outputs, (of_base, of_correction.to(correction.dtype)))
 
         numerator, (base_loss, final_loss, base_predicted, predicted) = chunked_sum(
-            compute, selected, (head.output_weight,), chunk=self.options.head_chunk
+            compute,
+            selected,
+            (head.output_weight,),
+            chunk=self.options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype),
         )
         denominator = weights.sum()
 

@@ -36,7 +36,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dspark import DSparkHead, corrected_logits
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.losses.linear_cross_entropy import labelled_first
+from draftsmith.losses.linear_cross_entropy import labelled_first, rows_at_a_time
 from draftsmith.losses.teacher import TeacherLosses, cross_entropy_and_l1
 from draftsmith.targets.ends import TargetEnds
 
@@ -51,7 +51,7 @@ class DSparkObjectiveOptions(Options):
     l1_weight: float = Field(default=0.9, ge=0, allow_inf_nan=False)
     confidence_weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     weighting: FixedWeighting = DecayWeighting(gamma=4.0)
-    head_chunk: int = Field(default=1024, ge=1)
+    head_chunk: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _something_is_learnt(self) -> Self:
@@ -173,7 +173,7 @@ class DSparkObjective:
             row_weights,
             cross_entropy_weight=self.options.cross_entropy_weight,
             l1_weight=self.options.l1_weight,
-            chunk=self.options.head_chunk,
+            chunk=self.options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype),
         )
 
 

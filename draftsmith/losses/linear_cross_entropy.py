@@ -16,6 +16,17 @@ from torch import Tensor
 from draftsmith.errors import DraftsmithError
 from draftsmith.losses.rows import gradient, statistics
 
+_CHUNK_BYTES = 1 << 29
+
+
+def rows_at_a_time(vocab_size: int, dtype: torch.dtype) -> int:
+    """How many rows of logits to hold at a time: a power of two, at most half a GiB of them (and at least 64 rows).
+
+    Fewer would leave a large GPU partly idle in the product with the head's transpose, which has few columns.
+    """
+    rows = _CHUNK_BYTES // (vocab_size * dtype.itemsize)
+    return max(64, 1 << max(rows, 1).bit_length() - 1)
+
 
 def labelled_first(mask: Tensor, count: int | None) -> Tensor:
     """Indices into `mask`, flattened: those where it is True first, in order; `count` of them in all.

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.losses.linear_cross_entropy import linear_cross_entropy
+from draftsmith.losses.linear_cross_entropy import linear_cross_entropy, rows_at_a_time
 
 
 def head(weight: Tensor, softcap: float | None) -> Callable[[Tensor], Tensor]:
@@ -172,3 +172,20 @@ def test_what_it_cannot_do_is_refused() -> None:
         linear_cross_entropy(hidden, trainable, labels, mask, chunk=8)
     with pytest.raises(DraftsmithError, match="chunk of the vocabulary loss is 0"):
         linear_cross_entropy(hidden, head(weight.detach(), None), labels, mask, chunk=0)
+
+
+def test_rows_at_a_time_fill_half_a_gibibyte() -> None:
+    assert rows_at_a_time(151_936, torch.bfloat16) == 1024
+    assert rows_at_a_time(49_152, torch.bfloat16) == 4096
+    assert rows_at_a_time(49_152, torch.float32) == 2048
+    assert rows_at_a_time(1 << 32, torch.float32) == 64
+
+
+def test_labels_that_were_not_announced_are_refused() -> None:
+    hidden, weight, labels, mask, _ = case(7)
+    project, count = head(weight, None), int(mask.sum())
+    exact, _ = linear_cross_entropy(hidden, project, labels, mask, max_labels=count)
+    more, _ = linear_cross_entropy(hidden, project, labels, mask, max_labels=count + 3)
+    torch.testing.assert_close(exact, more, rtol=0, atol=0)
+    with pytest.raises(DraftsmithError, match=f"at most {count - 1} were announced"):
+        linear_cross_entropy(hidden, project, labels, mask, max_labels=count - 1)
