@@ -165,7 +165,13 @@ def profile(step: Callable[[], Any], rows: int = 25) -> None:
     with torch.profiler.profile(activities=activities, record_shapes=True) as taken:
         step()
         torch.cuda.synchronize()
-    kernels = [event for event in taken.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event
+        for event in taken.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        # Not the spans that torch marks around several kernels.
+        and not event.key.startswith(("## ", "Optimizer.", "Activity Buffer"))
+    ]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in kernels)
     launches = sum(event.count for event in kernels)
