@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from yaml import YAMLError
 
 from draftsmith.algorithms.registry import DraftSectionUnion
@@ -104,6 +104,13 @@ class Recipe(Section, RunFiles):
     track: TrackOptions = TrackOptions()
     export: ExportOptions = ExportOptions()
     bench: BenchOptions = BenchOptions()
+
+    @field_validator("run", mode="before")
+    @classmethod
+    def _names_a_directory(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("a run needs a directory to work in, such as runs/first")
+        return value
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -141,6 +141,7 @@ def test_unknown_keys_name_section_and_nearest_key(fields, said):
         (with_value("bench", "max_new_tokens", 0), "bench.max_new_tokens is 0: input should be greater than or equal"),
         (with_value("export", "which", "first"), "export.which is 'first': input should be 'best' or 'last'"),
         ({**MINIMAL, "train": 3}, "train is 3"),
+        ({**MINIMAL, "run": " "}, "run is ' ': a run needs a directory to work in"),
         ({key: MINIMAL[key] for key in ("run", "draft")}, "target is missing"),
         ({**MINIMAL, "target": {}}, "target.path is missing"),
         (with_value("draft", "objective", {"weighting": {"kind": "decoy"}}), "draft.objective.weighting"),

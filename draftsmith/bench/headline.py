@@ -44,8 +44,8 @@ def _rows(found: Figures, plain: Figures, several: bool) -> list[tuple[str, str]
     speed, base = found.tokens_per_second, plain.tokens_per_second
     return [
         (f"{where}accept length (tokens per verify)", estimate(found.accept_length)),
-        (f"{where}plain tokens/s", number(base and base.value, 1)),
-        (f"{where}speculative tokens/s", number(speed and speed.value, 1)),
+        (f"{where}plain tokens/s", number(None if base is None else base.value, 1)),
+        (f"{where}speculative tokens/s", number(None if speed is None else speed.value, 1)),
         (f"{where}speed-up", estimate(found.speedup, 2, "x")),
         (f"{where}tokens equal to plain greedy decoding", percent(found.equal_share)),
         (f"{where}prompts / new tokens", f"{found.prompts} / {found.new_tokens:,}"),

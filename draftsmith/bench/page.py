@@ -81,9 +81,9 @@ def _card(found: Figures, names: Sequence[str]) -> str:
     return (
         '<div class="card"><div class="name">'
         f'<span class="key" style="--k: {mark}">{escape(found.decoder)}</span></div>'
-        f'<div class="numbers"><div><div class="big">{number(length and length.value)}</div>'
+        f'<div class="numbers"><div><div class="big">{number(None if length is None else length.value)}</div>'
         f'<div class="what">accept length{_between(length)}</div></div>'
-        f'<div><div class="big">{number(speed and speed.value)}<small> x</small></div>'
+        f'<div><div class="big">{number(None if speed is None else speed.value)}<small> x</small></div>'
         f'<div class="what">as fast as plain{_between(speed)}</div></div></div></div>'
     )
 

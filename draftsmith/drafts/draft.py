@@ -1,7 +1,7 @@
 """A draft network: backbone, perhaps a head, and the way in and out of directories."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,12 +111,14 @@ class Draft(nn.Module):
         *,
         extra_files: Mapping[str, str | bytes] | None = None,
         target: TargetParts | None = None,
+        check: Callable[[Path], object] | None = None,
     ) -> None:
         """Writes the draft, whole or not at all, in the dtype of `config.dtype`.
 
         extra_files: further files of the directory, by name. target: what the layout `speculators` carries of the
-        target. Raises `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not
-        be written or the layout cannot express the draft.
+        target. check: is given what was written before it takes its place, and raises where it must not. Raises
+        `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not be written or
+        the layout cannot express the draft.
         """
         tensors = {
             file_name(name): parameter.detach().to(device="cpu", dtype=self.config.torch_dtype)
@@ -124,7 +126,7 @@ class Draft(nn.Module):
         }
         if faults := _not_finite(tensors):
             raise DraftWeightsError(f"the draft is not written to {directory}:\n" + "\n".join(faults))
-        write_directory(directory, layout, self.config.to_dict(), tensors, extra_files, target)
+        write_directory(directory, layout, self.config.to_dict(), tensors, extra_files, target, check)
 
     def with_block_size(self, block_size: int) -> "Draft":
         """The same draft, weights shared, decoding blocks of so many slots: at most those it was trained with.

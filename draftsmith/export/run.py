@@ -37,7 +37,7 @@ def export_run(
     target: TargetOptions | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> Exported:
-    """Writes the draft of a training directory to `out`, whole or not at all, and compares what is read from there.
+    """Writes the draft of a training directory to `out`, whole or not at all, once what is read from there is compared.
 
     target: where the target lies, None: where the run's features came from; it is loaded (embedding and output head)
     only for layouts that carry them. measured: accept lengths that a benchmark found, by the draft's `fingerprint`.
@@ -60,8 +60,11 @@ def export_run(
         (measured or {}).get(_fingerprint(draft)),
     )
     card = model_card(draft.config, options.layout, target.path, str(out), training)
-    draft.save(out, options.layout, extra_files={CARD_FILE: card}, target=parts)
-    verify_export(out, draft, ends)
+
+    def check(written: Path) -> None:
+        verify_export(written, draft, ends, place=out)
+
+    draft.save(out, options.layout, extra_files={CARD_FILE: card}, target=parts, check=check)
     return Exported(draft, out, checkpoint.position.step)
 
 

@@ -16,13 +16,16 @@ _CONTEXT = 11
 _ROWS = 2
 
 
-def verify_export(directory: Path, draft: Draft, ends: TargetEnds | None = None, *, seed: int = 0) -> None:
+def verify_export(
+    directory: Path, draft: Draft, ends: TargetEnds | None = None, *, seed: int = 0, place: Path | None = None
+) -> None:
     """Reads the draft at `directory` and compares with `draft` (in its export dtype, on the CPU): configuration,
     every tensor, and the logits of a block after random features, of every slot and of every token that the method's
     own proposer chooses from.
 
     ends: the target's, which the directory must hold too, in the same dtype; None: the layout has none, and random
-    ones serve as well. Raises `DraftsmithError` naming what differs.
+    ones serve as well. place: where the directory is to go once it is right, for the error. Raises `DraftsmithError`
+    naming what differs.
     """
     written = Draft.load(directory).eval()
     wanted_fields, found_fields = draft.config.meaning(), written.config.meaning()
@@ -48,8 +51,9 @@ def verify_export(directory: Path, draft: Draft, ends: TargetEnds | None = None,
         wanted, found = (block_logits(each, ends, seed) for each in (draft, written))
         faults = [f"logits of {name}" for name in wanted if not torch.equal(wanted[name], found[name])]
     if faults:
+        fate = "do not use it" if place is None else f"{place} is left as it was"
         raise DraftsmithError(
-            f"{directory} was written, but does not read back as the run's draft; do not use it. What differs:\n"
+            f"{directory} was written, but does not read back as the run's draft; {fate}. What differs:\n"
             + "\n".join(f"  {fault}" for fault in faults)
         )
 

@@ -1,6 +1,6 @@
 """Draft directories in and out: files <-> canonical (configuration, tensors)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,14 @@ def write_directory(
     tensors: dict[str, Tensor],
     extra_files: Mapping[str, str | bytes] | None = None,
     target: TargetParts | None = None,
+    check: Callable[[Path], object] | None = None,
 ) -> None:
     """Writes a draft directory, whole or not at all; what was there before stays when writing fails.
 
     config: canonical, as `DraftConfig.to_dict` gives it; tensors: canonical names, all of the dtype that the
     configuration declares; extra_files: further files by name (a README, say); target: what the layout carries of the
-    target, if it does. A directory that holds other things than a draft is refused. Raises `LayoutError`.
+    target, if it does; check: is given the new directory before it takes its place, and raises where it must not. A
+    directory that holds other things than a draft is refused. Raises `LayoutError`.
     """
     writer = _layout(layout)
     if not writer.writable:
@@ -84,7 +86,7 @@ def write_directory(
     if wrong:
         raise LayoutError(f"dtype is declared as {config['dtype']}, but {', '.join(wrong)} hold another; convert them")
     content, named = writer.write(config, tensors, target)
-    files.write(Path(path), content, named, extra_files or {})
+    files.write(Path(path), content, named, extra_files or {}, check)
 
 
 def _layout(name: str) -> Layout:

@@ -5,7 +5,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,14 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def write(
-    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], extra_files: Mapping[str, str | bytes]
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    extra_files: Mapping[str, str | bytes],
+    check: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes a draft directory whole or not at all.
+    """Writes a draft directory whole or not at all. check: looks at what is written before it counts, and raises where
+    it must not take its place.
 
     Everything goes to a temporary directory beside it, which then takes its place; a draft that was there before stays
     until then, and comes back if the last step fails. A directory that holds anything but a draft is not touched.
@@ -153,6 +158,8 @@ def write(
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name, content in extra_files.items():
             (staging / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        if check is not None:
+            check(staging)
         _take_place(staging, directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -22,6 +22,24 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "draft"
 
 
+def test_a_directory_that_fails_its_check_does_not_take_its_place(saved: Path) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    other = tiny_draft(TARGET, seed=1)
+    seen = []
+
+    def check(written: Path) -> None:
+        seen.append(read_directory(written).tensors)
+        raise LayoutError("it is wrong")
+
+    with pytest.raises(LayoutError, match="it is wrong"):
+        other.save(saved, check=check)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    assert torch.equal(seen[0]["norm.weight"], other.state_dict()["backbone.norm.weight"])
+    other.save(saved, check=lambda written: None)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} != before
+
+
 def shard(directory: Path) -> dict[str, torch.Tensor]:
     """Splits a directory's weights into two shards with an index; returns the tensors."""
     tensors = load_file(directory / WEIGHTS)
