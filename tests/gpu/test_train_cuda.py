@@ -1,13 +1,25 @@
 """Training on a GPU: what `auto` picks there, against the plain way on the same device."""
 
+import copy
 import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from draftsmith.algorithms.build import draft_config
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.drafts.draft import Draft
+from draftsmith.training.batches import BlockSampler, Forward
+from draftsmith.training.forward import DraftLoss
+from draftsmith.training.options import TrainOptions
+from draftsmith.training.parallel import Parallel
 from draftsmith.training.record import find_checkpoint
 from draftsmith.training.run import train
-from tests.training.counting import QUIET, counting_store, counting_target, options, section
+from draftsmith.training.source import StoreSource
+from draftsmith.training.update import Updater
+from tests.training.counting import BASE, MASK, QUIET, counting_store, counting_target, options, section
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -61,3 +73,33 @@ def test_a_resumed_run_goes_on(target, store, tmp_path):
     last.rename(last.with_suffix(".gone"))
     resumed = run(target, store, tmp_path / "resumed", max_steps=6)
     assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in straight], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dflash", "domino", "dspark"])
+def test_a_step_never_waits_for_the_device(target, tmp_path, name):
+    head = {"domino": {"gru_hidden_dim": 12, "emb_dim": 10}, "dspark": {"markov_rank": 6}}
+    method = algorithm(name)
+    chosen = method.section(**{**BASE, "algorithm": name, "head_dim": 16, **head.get(name, {})})
+    config = draft_config(chosen, target)
+    store = counting_store(tmp_path, target, final_state=method.capture(config).final_state)
+    source = StoreSource(store, store.features)
+    sampler = BlockSampler(source, method.block_layout(config), MASK, 48, 8, seed=1, visible_slots=None)
+    batch = sampler.micro_batch(Forward([[2, 5], [3]]), epoch=0).to(torch.device("cuda"))
+    loss = DraftLoss(
+        Draft.from_config(config).cuda(),
+        copy.deepcopy(target.ends).to("cuda", torch.bfloat16),
+        method.objective(config, chosen),
+        attention=AttentionBackend.ANCHORED,
+        autocast=torch.bfloat16,
+    ).train()
+    updater = Updater(loss, Parallel(loss, "ddp", Accelerator(mixed_precision="no")), TrainOptions())
+    for number in range(3):
+        if number == 2:  # the first ones compile kernels and allocate
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            updater.clear()
+            numerator, denominator, _ = loss(batch, 0.5)
+            numerator.backward()
+            updater.apply(numerator.detach().double(), denominator.double(), 1e-4)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
