@@ -249,7 +249,7 @@ def block_attention(
     # fp32 products are unrolled multiply-adds: small tiles keep them in registers.
     block_n = (16 if wide else 32) if block_d >= 256 else (32 if wide else 64)
     tiles = triton.cdiv(rows, block_m)
-    chunk = (chunk or split_size(batch * kv_heads * tiles)) if split else triton.cdiv(length, 64) * 64
+    chunk = (chunk or split_size(batch * kv_heads * tiles, rows)) if split else triton.cdiv(length, 64) * 64
     num_chunks = triton.cdiv(length, chunk)
 
     # Heads innermost but one, as a projection that follows reads it.
@@ -269,28 +269,33 @@ def block_attention(
         num_warps=8 if block_m == 128 else 4, num_stages=2, **shape, **overlap,
     )  # fmt: skip
     if split:
-        block_r = join_rows(batch * kv_heads * rows)
+        block_r, block_c = join_tile(batch * kv_heads * rows, block_d)
         _join_kernel[(batch * kv_heads, triton.cdiv(rows, block_r))](
             partial, lse, start, lse if sinks is None else sinks, out, *position_strides, *out.stride()[:3],
-            num_chunks, chunk, width, BLOCK_C=max(1, 8192 // (block_r * block_d)), BLOCK_R=block_r,
+            num_chunks, chunk, width, BLOCK_C=block_c, BLOCK_R=block_r,
             HAS_SINKS=sinks is not None, num_warps=4, **shape, **overlap,
         )  # fmt: skip
     return out
 
 
-def split_size(programs: int) -> int:
-    """Context positions per program, where `programs` of them (rows x heads) work on each chunk: fine enough to fill
-    the device with few rows, coarse enough that joining stays cheap with many. Depends on shapes only."""
+def split_size(programs: int, rows: int) -> int:
+    """Context positions per program, where `programs` of them (rows x heads) work on each chunk, with `rows` queries
+    of a row and key head: fine enough to fill the device with few rows, coarse enough that the chunks' results, rows x
+    dim each, stay small beside the keys and values that they come from. Depends on shapes only."""
     if programs <= 16:
-        return 64
-    return 256 if programs <= 128 else 512
+        return 64 if rows <= 16 else 128
+    if programs <= 128:
+        return 256 if rows <= 16 else 512
+    return 512 if rows <= 16 else 1024
 
 
-def join_rows(rows: int) -> int:
-    """Rows joined by one program: one where there are few, so that it takes many chunks at once."""
-    if rows <= 128:
-        return 1
-    return 4 if rows <= 1024 else 16
+def join_tile(rows: int, block_d: int) -> tuple[int, int]:
+    """(rows, chunks) that one program of the join reads at once: all chunks of one row where rows are few, so that it
+    waits for memory once; several rows where they are many."""
+    if rows <= 1024:
+        return 1, 8192 // block_d
+    block_r = 4 if rows <= 8192 else 8
+    return block_r, max(1, 4096 // (block_r * block_d))
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, sinks: Tensor | None, chunk: int | None) -> None:
