@@ -19,8 +19,8 @@ class CaptureBackend(Protocol):
 class CaptureTarget(Protocol):
     """What a capture needs to know of a target: a loaded `Target`, or its outline where an engine runs it."""
 
-    source: str
-
+    @property
+    def source(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
     @property

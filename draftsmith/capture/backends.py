@@ -32,7 +32,7 @@ def _sglang(target: Any, layout: CaptureLayout, options: CaptureOptions) -> Capt
 def _vllm(target: Any, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:
     from draftsmith.capture.vllm import VllmBackend
 
-    return VllmBackend(target.source, target.num_layers, layout, options.vllm)
+    return VllmBackend(target.source, target.num_layers, layout, options.vllm, target.revision)
 
 
 BACKENDS: dict[str, BackendKind] = {

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -56,6 +56,7 @@ class ForeignFormat:
 
 def _specforge(path: Path) -> ForeignDocument:
     data = _torch_file(path)
+    final: Tensor | None
     if "aux_hidden_state" in data:  # prepared for EAGLE-3
         taps, final = _tensor(path, data, "aux_hidden_state"), _tensor(path, data, "hidden_state")
     else:
@@ -108,7 +109,7 @@ def _torch_file(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".gz":
             with gzip.open(path) as file:
-                data = torch.load(file, map_location="cpu", weights_only=True)
+                data = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=True)
         else:
             data = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, zlib.error) as error:

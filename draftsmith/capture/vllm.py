@@ -87,16 +87,18 @@ def features_of(
 
 
 class VllmBackend:
-    """A running server; see `CaptureBackend`. The target's path is needed for its final norm only."""
+    """A running server; see `CaptureBackend`. path, revision: of the target; what is read there is its final norm."""
 
-    def __init__(self, path: str, num_layers: int, layout: CaptureLayout, options: VllmOptions) -> None:
+    def __init__(
+        self, path: str, num_layers: int, layout: CaptureLayout, options: VllmOptions, revision: str | None = None
+    ) -> None:
         self.layout = layout
         self.num_layers = num_layers
         self.options = options
         self.url = options.base_url.rstrip("/") + "/completions"
         self.model = options.model or path
         self.command = server_command(path, layout, num_layers)
-        self.norm = load_final_norm(path) if layout.final_state else None
+        self.norm = load_final_norm(path, revision=revision) if layout.final_state else None
 
     @torch.no_grad()
     def features(self, samples: Sequence[Sample]) -> list[dict[str, Tensor]]:

@@ -210,6 +210,7 @@ def test_a_capture_through_vllm_is_the_capture_of_the_target(served: Served, tmp
 
     class Outline:  # what a capture may know of a target that a server runs
         source = served.path
+        revision = None
         vocab_size = served.target.vocab_size
         max_position_embeddings = served.target.max_position_embeddings
         num_layers = served.target.num_layers
