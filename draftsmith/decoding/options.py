@@ -2,7 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _yaml_switch(value: object) -> object:
+    """YAML reads on and off without quotes as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class EngineOptions(BaseModel):
@@ -27,7 +32,7 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    graphs: Literal["auto", "on", "off"] = "auto"
+    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_switch)] = "auto"
     max_graphs: int = Field(default=16, ge=1)
     slots: int | None = Field(default=None, ge=1)
     batch_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)

@@ -106,5 +106,15 @@ def test_numbers_that_are_not_finite_are_an_error() -> None:
         generate(target, None, [[1, 2], [3]], max_new_tokens=1)
 
 
+def test_graphs_may_be_switched_as_yaml_reads_it() -> None:
+    assert [EngineOptions.model_validate({"graphs": value}).graphs for value in (True, False, "auto")] == [
+        "on",
+        "off",
+        "auto",
+    ]
+    with pytest.raises(ValueError, match="graphs"):
+        EngineOptions.model_validate({"graphs": 1})
+
+
 def test_no_prompts_give_no_generations(target: Target, draft: Draft) -> None:
     assert generate(target, draft, [], max_new_tokens=3) == []
