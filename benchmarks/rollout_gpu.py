@@ -2,18 +2,19 @@
 
     python benchmarks/rollout_gpu.py [--parts floor rollouts steps million] [--out results.jsonl]
 
-Weights are random. Base logits have a standard deviation of 3 and a clear top, as trained heads have; the correction's
-share is set by `--spread`, its standard deviation over the vocabulary. Every rollout is captured in a CUDA graph and
-replayed, with the caches flushed in between; times are medians and include the product that gives the base logits. One
-JSON line a measurement.
+Weights are random. Base logits have a standard deviation of 3 and one token at 24 or so, as language models have; the
+correction's standard deviation over the vocabulary is `--spreads`. Every rollout is captured in a CUDA graph and
+replayed, with the caches flushed in between; times are medians and include the product that gives the base logits. The
+floor is the bytes that have to be read, at the bandwidth that a plain read reaches: the output head once, W2 once a
+step (not at all when pruned), the other weights, which fit in the cache, once. One JSON line a measurement.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.decoding.sampler import RowSampler
+from draftsmith.decoding.sampling import RowSampling, SamplingOptions
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.kernels.keys import key_ids
 from draftsmith.kernels.low_rank_argmax import low_rank_argmax, new_keys
@@ -45,23 +49,10 @@ HEADS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@dataclass
-class Greedy:
-    """The sampler of a batch of greedy rows."""
-
-    seeds: Tensor
-    anchors: Tensor
-    temperature: Tensor
-    greedy: bool = True
-    filtered: Tensor | None = None
-
-    @classmethod
-    def of(cls, batch: int, temperature: float = 0.0) -> "Greedy":
-        index = torch.arange(batch, device=DEVICE)
-        return cls(index, index, torch.full((batch,), temperature, device=DEVICE), greedy=temperature == 0.0)
-
-    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
-        return logits.argmax(-1), None
+def make_sampler(batch: int, temperature: float) -> RowSampler:
+    rows = RowSampling.of([SamplingOptions(temperature)] * batch, DEVICE)
+    index = torch.arange(batch, device=DEVICE)
+    return RowSampler(rows, index, index + 100)
 
 
 def make_ends() -> TargetEnds:
@@ -78,8 +69,6 @@ def make_draft(name: str) -> Draft:
         rope={"rope_type": "default", "rope_theta": 1e6}, layer_types=["full_attention"], dtype="bfloat16", head=head,
     )  # fmt: skip
     with torch.device("meta"):
-        from draftsmith.drafts.config import DraftConfig
-
         draft = Draft(DraftConfig.parse(config))
     draft = draft.to_empty(device=DEVICE).to(DTYPE)
     for parameter in draft.parameters():
@@ -107,13 +96,14 @@ def set_spread(draft: Draft, spread: float) -> None:
 
 
 _HEAD_ROWS: list[Tensor] = []
+_READ_TB_PER_S = [4.3]
 
 
 def make_head_rows() -> Tensor:
     return _HEAD_ROWS[0]
 
 
-def make_hidden(head: Tensor, batch: int, slots: int, top: float = 19.0) -> Tensor:
+def make_hidden(head: Tensor, batch: int, slots: int, top: float = 24.0) -> Tensor:
     """States [batch, slots, H] whose logits have standard deviation 3 and, for one token a slot, `top` on average."""
     chosen = torch.randint(len(head), (batch, slots), device=DEVICE)
     rows = head[chosen].float()  # [batch, slots, H]
@@ -159,6 +149,7 @@ def floor() -> Iterator[dict[str, Any]]:
     other = torch.empty_like(large)
     copy = median_ms(lambda: other.copy_(large), 10)
     read = median_ms(lambda: large.view(torch.int64).amax(), 10)
+    _READ_TB_PER_S[:] = [large.nbytes / read / 1e9]
     yield {
         "part": "bandwidth",
         "copy_tb_per_s": 2 * large.nbytes / copy / 1e9,
@@ -166,40 +157,59 @@ def floor() -> Iterator[dict[str, Any]]:
     }
 
 
-def rollouts(batches: list[int], spread: float, names: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+def floor_ms(draft: Draft, proposals: int, variant: dict[str, Any]) -> float:
+    """Bytes that a rollout has to read, over the bandwidth."""
+    head: Any = draft.head
+    corrected = proposals - getattr(head, "pure_draft_prefix_len", 0)
+    read = VOCAB * HIDDEN * 2
+    if variant["rollout"] != "pruned":
+        read += corrected * output_weight(draft).nbytes
+    if hasattr(head, "prefix_gru"):
+        gru = head.prefix_gru
+        read += gru.weight_hh_l0.nbytes + head.embed_proj[0].weight.nbytes
+        read += 0 if variant.get("token_table") else gru.weight_ih_l0.nbytes
+    return read / _READ_TB_PER_S[0] / 1e9
+
+
+def rollouts(
+    batches: list[int], spreads: list[float], names: list[str], repeats: int, temperatures: list[float]
+) -> Iterator[dict[str, Any]]:
     """Whole rollouts, and what they agree on."""
     ends = make_ends()
     _HEAD_ROWS[:] = [ends.head_weight]
     for name in names:
         draft = make_draft(name)
-        set_spread(draft, spread)
         method = algorithm_for(draft.config)
+        proposals = method.block_layout(draft.config).max_proposals
         variants: list[dict[str, Any]] = [{"rollout": "plain"}, {"rollout": "dense"}, {"rollout": "pruned"}]
         if name == "domino":
             variants += [{**variant, "token_table": True} for variant in variants[1:]]
-        for batch in batches:
+        for spread, batch in itertools.product(spreads, batches):
+            set_spread(draft, spread)
             hidden = make_hidden(ends.head_weight, batch, draft.config.block_size)
             anchors = torch.randint(VOCAB, (batch,), device=DEVICE)
-            proposals = method.block_layout(draft.config).max_proposals
             slots = hidden[:, -proposals:].contiguous()
             base = median_ms(lambda slots=slots: draft.logits(slots, ends), repeats)
             yield {"part": "base product", "method": name, "batch": batch, "ms": base}
-            first: Tensor | None = None
-            for temperature in (0.0, 1.0):
-                for variant in variants:
-                    if temperature and variant["rollout"] != "dense":
-                        continue
-                    proposer = method.proposer(draft, ends, **variant)
-                    sampler = Greedy.of(batch, temperature)
-                    with torch.no_grad():
-                        tokens = proposer.propose(hidden, anchors, sampler).token_ids
-                        first = tokens if first is None else first
-                        ms = median_ms(lambda: proposer.propose(hidden, anchors, sampler), repeats)  # noqa: B023
-                    yield {
-                        "part": "rollout", "method": name, "batch": batch, **variant, "temperature": temperature,
-                        "ms": ms, "equal_to_first": float((tokens == first).float().mean()),
-                        "changed_by_head": float((tokens != draft.logits(slots, ends).argmax(-1)).float().mean()),
-                    }  # fmt: skip
+            greedy = draft.logits(slots, ends).argmax(-1)
+            for temperature, variant in itertools.product(temperatures, variants):
+                # How far the correction spreads changes the time of pruned rollouts only, which are greedy.
+                pruned = variant["rollout"] == "pruned"
+                if (pruned and temperature) or (spread != spreads[0] and not pruned):
+                    continue
+                proposer = method.proposer(draft, ends, **variant)
+                plain = method.proposer(draft, ends, rollout="plain")
+                sampler = make_sampler(batch, temperature)
+                with torch.no_grad():
+                    tokens = proposer.propose(hidden, anchors, sampler).token_ids
+                    reference = plain.propose(hidden, anchors, sampler).token_ids
+                    ms = median_ms(lambda: proposer.propose(hidden, anchors, sampler), repeats)  # noqa: B023
+                yield {
+                    "part": "rollout", "method": name, "batch": batch, **variant, "temperature": temperature,
+                    "spread": spread, "ms": ms, "floor_ms": floor_ms(draft, proposals, variant),
+                    "equal_to_plain": float((tokens == reference).float().mean()),
+                    "changed_by_head": float((tokens != greedy).float().mean()),
+                }  # fmt: skip
 
 
 def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
@@ -262,7 +272,8 @@ def main() -> int:
     parser.add_argument("--parts", nargs="*", default=["floor", "rollouts", "steps", "million"])
     parser.add_argument("--methods", nargs="*", default=list(HEADS))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
-    parser.add_argument("--spread", type=float, default=1.0)
+    parser.add_argument("--spreads", nargs="*", type=float, default=[1.0, 0.5])
+    parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -271,8 +282,8 @@ def main() -> int:
     torch.manual_seed(arguments.seed)
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "floor": floor,
-        "rollouts": lambda: rollouts(arguments.batches, arguments.spread, arguments.methods, arguments.repeats),
-        "steps": lambda: steps(arguments.batches, arguments.spread),
+        "rollouts": lambda: rollouts(arguments.batches, arguments.spreads, arguments.methods, arguments.repeats, arguments.temperatures),
+        "steps": lambda: steps(arguments.batches, arguments.spreads[0]),
         "million": lambda: million(arguments.steps, arguments.seed),
     }
     for part in arguments.parts:

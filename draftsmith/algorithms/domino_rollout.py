@@ -9,12 +9,14 @@ from torch.nn import functional
 
 from draftsmith.algorithms.algorithm import Proposals, TokenSampler
 from draftsmith.algorithms.rollout import Derived, RowSampling, VocabularyPart
-from draftsmith.algorithms.search import Search
+from draftsmith.algorithms.search import BlockSearch, Search
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead
-from draftsmith.kernels.keys import key_ids
+from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.keys import key_ids, pack_keys
 from draftsmith.kernels.prefix_gru import (
+    MAX_WIDTH,
     advance,
     advance_reference,
     input_gates,
@@ -22,6 +24,9 @@ from draftsmith.kernels.prefix_gru import (
     token_table,
 )
 from draftsmith.targets.ends import TargetEnds
+
+GUESSES, GUESSED_ROWS = 4, 2
+"""Tokens guessed for each step, and the most rows of a batch for which that pays: all of them have to be right."""
 
 
 @dataclass
@@ -54,8 +59,14 @@ class KeyedDominoProposer:
         with_table: bool,
         kernels: bool,
     ) -> "KeyedDominoProposer":
-        """The proposer over this part of the vocabulary; builds the token table and the norms of W2's rows."""
+        """The proposer over this part of the vocabulary; builds the token table and the norms of W2's rows. Raises
+        `DraftsmithError` for a head that the kernels cannot hold."""
         head = cast(DominoHead, draft.head)
+        if kernels and head.prefix_gru.hidden_size > MAX_WIDTH:
+            raise DraftsmithError(
+                f"domino's GRU has {head.prefix_gru.hidden_size} units; kernels take up to {MAX_WIDTH}: set rollout to "
+                "'plain'"
+            )
         scale = draft.config.input_embedding_scale
 
         def weights() -> tuple[Tensor, ...]:
@@ -81,25 +92,49 @@ class KeyedDominoProposer:
         from_hidden = functional.linear(slots, for_hidden)  # [batch, P, E]
         state = head.empty_prefix(slots[:, 0])  # [batch, G]
         gates = state.new_zeros(len(state), 3 * state.shape[1], dtype=torch.float32)  # W_h s, of no token yet
+        guesses = self._guess(block, anchor_ids)
         for step in range(self.num_proposals):
-            state, latent, gates = self._advance(block.keys[step], gates, state, from_hidden[:, step], for_state)
+            keys, of_slot = block.keys[step], from_hidden[:, step]
+            known = None if guesses is None else (guesses[0][:, step], guesses[1][:, step])
+            state, latent, gates = self._advance(keys, known, gates, state, of_slot, for_state)
             block.choose(step, latent if step >= head.pure_draft_prefix_len else None)
         return Proposals(block.token_ids(), block.distributions())
 
+    def _guess(self, block: BlockSearch, anchor_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tokens [batch, P, M] that each step may read, and W_i x of them [batch, P, M, 3G] fp32: one pass over W_i
+        for all steps. Step 0 reads the anchor; the others, mostly, one of the likeliest by base logits."""
+        batch = len(anchor_ids)
+        if not self.kernels or self.table is not None or batch > GUESSED_ROWS:
+            return None
+        tokens = torch.cat((anchor_ids.view(-1, 1, 1).expand(-1, 1, GUESSES), block.guesses(GUESSES)[:, :-1]), dim=1)
+        flat = pack_keys(torch.zeros(1, device=tokens.device), tokens.flatten())
+        return tokens, self._input_gates(flat, None).sum(0).view(*tokens.shape, -1)
+
+    def _input_gates(self, keys: Tensor, known: tuple[Tensor, Tensor] | None) -> Tensor:
+        weight = cast(Tensor, cast(DominoHead, self.draft.head).prefix_gru.weight_ih_l0)
+        scale = self.draft.config.input_embedding_scale
+        return input_gates(keys, self.ends.embedding_weight, weight, scale=scale, guesses=known)
+
     def _advance(
-        self, keys: Tensor, gates: Tensor, state: Tensor, from_hidden: Tensor, for_state: Tensor
+        self,
+        keys: Tensor,
+        known: tuple[Tensor, Tensor] | None,
+        gates: Tensor,
+        state: Tensor,
+        from_hidden: Tensor,
+        for_state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Reads the token of `keys` [batch]: the state after it, the latent, and W_h times that state."""
         gru = cast(DominoHead, self.draft.head).prefix_gru
         weight_ih, weight_hh = cast(Tensor, gru.weight_ih_l0), cast(Tensor, gru.weight_hh_l0)
-        rows, scale = self.ends.embedding_weight, self.draft.config.input_embedding_scale
         table = None if self.table is None else self.table()
         if self.kernels:
-            inputs = input_gates(keys, rows, weight_ih, scale=scale) if table is None else table
+            inputs = self._input_gates(keys, known) if table is None else table
             previous = None if table is None else keys
             return advance(inputs, gates, state, from_hidden, for_state, weight_hh, previous=previous)
         if table is None:
-            inputs = input_gates_reference(key_ids(keys), rows, weight_ih, scale)
+            scale = self.draft.config.input_embedding_scale
+            inputs = input_gates_reference(key_ids(keys), self.ends.embedding_weight, weight_ih, scale)
         else:
             inputs = table[key_ids(keys)][None]
         return advance_reference(inputs, gates, state, from_hidden, for_state, weight_hh)

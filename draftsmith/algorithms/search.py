@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.rollout import Derived, RowSampling, VocabularyPart
+from draftsmith.errors import DraftsmithError
 from draftsmith.kernels import low_rank_argmax as dense
 from draftsmith.kernels import low_rank_pruning as pruning
 from draftsmith.kernels.keys import key_ids, pack_keys
 from draftsmith.kernels.noise import gumbel_noise
+
+PRUNED_ROWS = 2
+"""The most rows of a batch for which kernels leave rows of W2 out."""
 
 
 @dataclass
@@ -32,7 +36,10 @@ class Search:
 
     @classmethod
     def of(cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool, kernels: bool) -> "Search":
-        """The search with a correction by `weight()` [V, E], the whole vocabulary's."""
+        """The search with a correction by `weight()` [V, E], the whole vocabulary's. Raises `DraftsmithError` for one
+        too wide for the kernels."""
+        if kernels:
+            _check_rank(weight(), pruned)
         own = Derived(lambda: (weight(),), lambda whole: whole.detach()[part.first : part.last])
         norms = Derived(lambda: (own(),), pruning.row_norms) if pruned else None
         return cls(own, norms, part, kernels)
@@ -40,6 +47,19 @@ class Search:
     def block(self, base: Tensor, anchor_ids: Tensor, sampler: RowSampling) -> "BlockSearch":
         """Begins a block: base [batch, P, n], the slots' logits; anchor_ids [batch] int64."""
         return BlockSearch(self, base, anchor_ids, sampler)
+
+
+def _check_rank(weight: Tensor, pruned: bool) -> None:
+    rank = weight.shape[1]
+    if rank > dense.MAX_RANK:
+        raise DraftsmithError(
+            f"the head's correction has rank {rank}; kernels take up to {dense.MAX_RANK}: set rollout to 'plain'"
+        )
+    widest = pruning.MAX_ROW_BYTES // weight.element_size()
+    if pruned and rank > widest:
+        raise DraftsmithError(
+            f"the head's correction has rank {rank} in {weight.dtype}; rollout 'pruned' takes up to {widest}: use 'dense'"
+        )
 
 
 class BlockSearch:
@@ -54,7 +74,9 @@ class BlockSearch:
         self.scores = None if sampler.greedy else torch.empty(base.shape, dtype=torch.float32, device=base.device)
         self.filtered_q: list[Tensor] = []
         self.candidates: Tensor | None = None
-        if sampler.greedy and search.norms is not None:
+        # Rows prune each for itself, so that more of them soon read the matrix more than once.
+        prunes = search.norms is not None and (batch <= PRUNED_ROWS or not search.kernels)
+        if prunes and sampler.greedy:
             find = pruning.candidates if search.kernels else pruning.candidates_reference
             self.candidates = find(base.flatten(0, 1)).unflatten(0, (batch, steps))
 
@@ -67,6 +89,12 @@ class BlockSearch:
         self.search.part.exchange(self.keys[step + 1])
         if self.scores is not None and self.sampler.filtered is not None:
             self._choose_filtered(step, self.scores[:, step], self.sampler.filtered)
+
+    def guesses(self, count: int) -> Tensor:
+        """Each step's likeliest tokens without correction [batch, P, count] int64; kernels only."""
+        base = self.base.flatten(0, 1)
+        few = pruning.candidates(base) if self.candidates is None else self.candidates.flatten(0, 1)
+        return pruning.likeliest(base, few, count).view(*self.base.shape[:2], count)
 
     def token_ids(self) -> Tensor:
         """The block's tokens [batch, P] int64."""

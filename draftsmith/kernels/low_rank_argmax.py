@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
 from draftsmith.kernels.overlap import overlapping
 
-MAX_RANK = 1024
+MAX_RANK = 512
 """The widest E that the kernels hold."""
 LEAST_TEMPERATURE = 1e-30
 
@@ -155,17 +155,16 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a search cuts its work: the most tokens in a tile, warps, tiles in flight, and programs (0: two on each
-    multiprocessor)."""
+    """How a search cuts its work: the most tokens in a tile, warps, tiles in flight, programs on a multiprocessor."""
 
     block: int = 64
     warps: int = 4
     stages: int = 3
-    programs: int = 0
+    programs: int = 2
 
 
 GREEDY_TILING = Tiling()
-SAMPLING_TILING = Tiling(warps=8)
+SAMPLING_TILING = Tiling(stages=2, programs=3)
 TILE_BYTES = 32768
 
 
@@ -235,7 +234,7 @@ def _scan(
     block_e = max(16, triton.next_power_of_2(rank))
     block_v = max(16, min(tiling.block, TILE_BYTES // (item * block_e)))
     tiles = triton.cdiv(vocab, block_v)
-    programs = min(tiles, tiling.programs or 2 * multiprocessors(base.device))
+    programs = min(tiles, tiling.programs * multiprocessors(base.device))
     scores, temperature, seeds, positions, draw = sampling or (keys, keys, keys, keys, 0)
     _scan_kernel[(programs, triton.cdiv(batch, block_b))](
         base, base if weight is None else weight, base if latent is None else latent,

@@ -34,6 +34,9 @@ CANDIDATES = 64
 
 UNDERFLOW = 2.0**-114
 
+MAX_ROW_BYTES = 1024
+"""The longest row of W2 of which the kernel holds two tiles."""
+
 
 def slack(rank: int) -> float:
     """c of the module's docstring."""
@@ -101,6 +104,30 @@ def candidates(base: Tensor) -> Tensor:
     part = triton.cdiv(vocab, CANDIDATES)
     _candidates_kernel[(rows, CANDIDATES)](
         base, out, base.stride(0), vocab, part, COUNT=CANDIDATES, BLOCK=1024, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _likeliest_kernel(  # type: ignore[no-untyped-def]
+    base_ptr, candidates_ptr, out_ptr, stride, COUNT: tl.constexpr, WANTED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    tokens = tl.load(candidates_ptr + row * COUNT + tl.arange(0, COUNT))
+    score = tl.load(base_ptr + row * stride + tokens).to(tl.float32)
+    for index in tl.static_range(WANTED):
+        key = pack_keys_in_kernel(score, tokens)
+        top = tl.max(key, 0)
+        tl.store(out_ptr + row * WANTED + index, key_ids_in_kernel(top))
+        score = tl.where(key == top, float("-inf"), score)
+
+
+def likeliest(base: Tensor, candidates: Tensor, wanted: int) -> Tensor:
+    """The best few of the candidates, by base alone: base [n, V], candidates [n, 64] int32, both with contiguous rows
+    -> [n, wanted] int64."""
+    out = torch.empty(len(base), wanted, dtype=torch.int64, device=base.device)
+    _likeliest_kernel[(len(base),)](
+        base, candidates, out, base.stride(0), COUNT=CANDIDATES, WANTED=wanted, num_warps=1
     )
     return out
 
@@ -182,7 +209,7 @@ def pruned_low_rank_argmax(
     previous: Tensor | None = None,
     first_id: int = 0,
     read: Tensor | None = None,
-    span: int = 1024,
+    span: int = 2048,
     warps: int = 4,
     stages: int = 1,
 ) -> None:
@@ -199,6 +226,8 @@ def pruned_low_rank_argmax(
     if candidates.shape != (batch, CANDIDATES) or candidates.dtype != torch.int32 or candidates.stride(1) != 1:
         raise ValueError(f"candidates must be int32 [{batch}, {CANDIDATES}], got {tuple(candidates.shape)}")
     rank = weight.shape[1]
+    if rank * weight.element_size() > MAX_ROW_BYTES:
+        raise ValueError(f"rows of {rank} {weight.dtype} are too long; the kernel takes up to {MAX_ROW_BYTES} bytes")
     parts = triton.cdiv(vocab, span)
     scratch = torch.empty(batch * parts * span, dtype=torch.int32, device=base.device)
     _pruned_kernel[(parts, batch)](

@@ -1,4 +1,4 @@
-"""Domino's prefix GRU and latent, one token further, in two launches or, with a token table, in one.
+"""Domino's prefix GRU and latent, one token further, in a few launches.
 
 PyTorch's gate order r, z, n, no bias; x the embedding of the token just chosen, s the state before it, h the slot's
 hidden state:
@@ -8,8 +8,8 @@ hidden state:
 
 Only W_i x needs the token. W1_h h is known for all slots before the first step, and the state's side W_h s of a step
 can be computed as soon as the step before has made s. So a step is: `input_gates`, W_i x, or one row of a `token_table`
-that holds it for every token; then `advance`, in which every program makes the whole s' (it is small) and multiplies
-it with its own rows of W1_s, for the latent, or of W_h, for the next step.
+that holds it for every token, or a guess that was worked out before the first step; then `advance`, which makes s' and
+multiplies it with W1_s, for the latent, and with W_h, for the next step.
 """
 
 import torch
@@ -22,6 +22,10 @@ from draftsmith.kernels.overlap import overlapping
 
 MAX_WIDTH = 8192
 """The widest G that the kernel holds."""
+SHARED_BYTES = 200_000
+"""What the tiles in flight may take of a multiprocessor's shared memory."""
+FEW_ROWS = 2
+"""Up to so many rows every program of `advance` makes the whole state itself; more have a launch of their own."""
 
 # --- references -----------------------------------------------------------------------------------------------------
 
@@ -82,15 +86,17 @@ def _load_embedding(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _input_kernel(  # type: ignore[no-untyped-def]
-    previous_ptr, embedding_ptr, weight_ptr, out_ptr, scale, hidden, lines, batch, part,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr,
+    previous_ptr, embedding_ptr, weight_ptr, out_ptr, guess_ptr, known_ptr, scale, hidden, lines, batch, part,
+    guess_stride, known_stride,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, GUESSES: tl.constexpr,
     SCALED: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     line = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     line_ok = line < lines
     start = split * part
-    weight = _load_lines(weight_ptr, line, line_ok, start, hidden, BLOCK_K)
+    if GUESSES == 0:
+        weight = _load_lines(weight_ptr, line, line_ok, start, hidden, BLOCK_K)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -98,14 +104,32 @@ def _input_kernel(  # type: ignore[no-untyped-def]
     row_ok = rows < batch
     token = key_ids_in_kernel(tl.load(previous_ptr + rows, mask=row_ok, other=0xFFFFFFFF))
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
-    x = _load_embedding(embedding_ptr, token, row_ok, start, hidden, scale, dtype, SCALED, BLOCK_K)
-    total = tl.dot(weight, x, input_precision="ieee")
-    for first in tl.range(start + BLOCK_K, tl.minimum(start + part, hidden), BLOCK_K, num_stages=STAGES):
-        weight = _load_lines(weight_ptr, line, line_ok, first, hidden, BLOCK_K)
-        x = _load_embedding(embedding_ptr, token, row_ok, first, hidden, scale, dtype, SCALED, BLOCK_K)
-        total = tl.dot(weight, x, total, input_precision="ieee")
-    offset = (split * batch + rows)[None, :] * lines + line[:, None]
-    tl.store(out_ptr + offset, total, mask=line_ok[:, None] & row_ok[None, :])
+    ok = line_ok[:, None] & row_ok[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+    if GUESSES == 0:
+        x = _load_embedding(embedding_ptr, token, row_ok, start, hidden, scale, dtype, SCALED, BLOCK_K)
+        total = tl.dot(weight, x, input_precision="ieee")
+        for first in tl.range(start + BLOCK_K, tl.minimum(start + part, hidden), BLOCK_K, num_stages=STAGES):
+            weight = _load_lines(weight_ptr, line, line_ok, first, hidden, BLOCK_K)
+            x = _load_embedding(embedding_ptr, token, row_ok, first, hidden, scale, dtype, SCALED, BLOCK_K)
+            total = tl.dot(weight, x, total, input_precision="ieee")
+    else:
+        found = tl.full([BLOCK_B], -1, tl.int64)
+        for index in tl.static_range(GUESSES):
+            guess = tl.load(guess_ptr + rows * guess_stride + index, mask=row_ok, other=-1)
+            found = tl.where(guess == token, index, found)
+        guessed = (found >= 0) & row_ok
+        if tl.sum((row_ok & (found < 0)).to(tl.int32), 0) > 0:
+            for first in tl.range(start, tl.minimum(start + part, hidden), BLOCK_K, num_stages=STAGES):
+                weight = _load_lines(weight_ptr, line, line_ok, first, hidden, BLOCK_K)
+                x = _load_embedding(embedding_ptr, token, row_ok, first, hidden, scale, dtype, SCALED, BLOCK_K)
+                total = tl.dot(weight, x, total, input_precision="ieee")
+        # A row with a right guess takes its gates from there whatever its neighbours do; they are the first addend.
+        known_offset = (rows * known_stride + found * lines)[None, :] + line[:, None]
+        first_addend = guessed & (tl.zeros([BLOCK_B], tl.int32) + split == 0)
+        known = tl.load(known_ptr + known_offset, mask=line_ok[:, None] & first_addend[None, :], other=0.0)
+        total = tl.where(guessed[None, :], known, total)
+    tl.store(out_ptr + (split * batch + rows)[None, :] * lines + line[:, None], total, mask=ok)
 
 
 def input_gates(
@@ -114,6 +138,7 @@ def input_gates(
     weight_ih: Tensor,
     *,
     scale: float = 1.0,
+    guesses: tuple[Tensor, Tensor] | None = None,
     splits: int = 4,
     lines: int = 64,
     depth: int = 256,
@@ -123,7 +148,9 @@ def input_gates(
     """W_i x of the tokens in `previous` as S addends [S, batch, 3G] fp32.
 
     previous [batch] int64, keys (`keys`); embedding [V, H], any float dtype, and weight_ih [3G, H], both contiguous.
-    scale: what embeddings are multiplied with. The inner dimension is split so that enough programs read the matrix.
+    scale: what embeddings are multiplied with. guesses: tokens [batch, M] int64 and what W_i x is for them [batch, M,
+    3G] fp32, rows contiguous: where all rows' tokens are among their guesses, the matrix is not read. The inner
+    dimension is split so that enough programs read it.
     """
     outputs, hidden = weight_ih.shape
     batch = len(previous)
@@ -133,15 +160,21 @@ def input_gates(
             "the hidden size"
         )
     _check_keys(previous)
+    tokens, known = guesses or (previous[:, None], embedding)
+    if guesses is not None and (known.shape != (*tokens.shape, outputs) or known.dtype != torch.float32):
+        raise ValueError(f"gates of guesses must be fp32 {[*tokens.shape, outputs]}, got {known.dtype}, {known.shape}")
+    block_b = min(64, triton.next_power_of_2(batch))
     depth = _depth(depth, hidden, weight_ih)
+    while (lines + block_b) * depth * weight_ih.element_size() * (stages + 1) > SHARED_BYTES and depth > 16:
+        depth //= 2
     part = triton.cdiv(triton.cdiv(hidden, splits), depth) * depth
     splits = triton.cdiv(hidden, part)
-    block_b = min(64, triton.next_power_of_2(batch))
     out = torch.empty(splits, batch, outputs, dtype=torch.float32, device=weight_ih.device)
     _input_kernel[(triton.cdiv(outputs, lines), splits, triton.cdiv(batch, block_b))](
-        previous, embedding, weight_ih, out, scale, hidden, outputs, batch, part,
-        BLOCK_N=lines, BLOCK_K=depth, BLOCK_B=block_b, SCALED=scale != 1.0, STAGES=stages,
-        num_warps=warps, **overlapping(weight_ih.device),
+        previous, embedding, weight_ih, out, tokens, known, scale, hidden, outputs, batch, part,
+        tokens.stride(0), known.stride(0),
+        BLOCK_N=lines, BLOCK_K=depth, BLOCK_B=block_b, GUESSES=0 if guesses is None else tokens.shape[1],
+        SCALED=scale != 1.0, STAGES=stages, num_warps=warps, **overlapping(weight_ih.device),
     )  # fmt: skip
     return out
 
@@ -161,6 +194,87 @@ def _load_gate(ptr, columns, ok, addend_stride, SPLITS: tl.constexpr):  # type: 
     for split in tl.static_range(1, SPLITS):
         value += tl.load(ptr + columns + split * addend_stride, mask=ok, other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def _new_state(  # type: ignore[no-untyped-def]
+    from_input, from_state, old_ptr, columns, ok, width, addend_stride, SPLITS: tl.constexpr
+):
+    """Some units of one row's s', fp32."""
+    old = tl.load(old_ptr + columns, mask=ok, other=0.0).to(tl.float32)
+    r = tl.sigmoid(
+        _load_gate(from_input, columns, ok, addend_stride, SPLITS) + _load_gate(from_state, columns, ok, 0, 1)
+    )
+    z = tl.sigmoid(
+        _load_gate(from_input + width, columns, ok, addend_stride, SPLITS)
+        + _load_gate(from_state + width, columns, ok, 0, 1)
+    )
+    n = _tanh(
+        _load_gate(from_input + 2 * width, columns, ok, addend_stride, SPLITS)
+        + r * _load_gate(from_state + 2 * width, columns, ok, 0, 1)
+    )
+    return n + z * (old - n)
+
+
+@triton.jit
+def _state_kernel(  # type: ignore[no-untyped-def]
+    previous_ptr, gates_i_ptr, gates_h_ptr, state_ptr, new_state_ptr, width, addend_stride,
+    BLOCK: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = columns < width
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gates_row = row
+    if TABLE:
+        gates_row = key_ids_in_kernel(tl.load(previous_ptr + row))
+    from_input, from_state = gates_i_ptr + gates_row * (3 * width), gates_h_ptr + row * (3 * width)
+    state = _new_state(from_input, from_state, state_ptr + row * width, columns, ok, width, addend_stride, SPLITS)
+    tl.store(new_state_ptr + row * width + columns, state.to(new_state_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _state_products_kernel(  # type: ignore[no-untyped-def]
+    state_ptr, hidden_ptr, weight_state_ptr, weight_hh_ptr, latent_ptr, new_gates_ptr, hidden_stride, weight_stride,
+    width, rank, latent_programs, batch,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    for_latent = program < latent_programs
+    weight_ptr = weight_hh_ptr
+    stride = width
+    lines = 3 * width
+    first_program = latent_programs
+    if for_latent:
+        weight_ptr = weight_state_ptr
+        stride = weight_stride
+        lines = rank
+        first_program = 0
+    line = (program - first_program) * BLOCK_N + tl.arange(0, BLOCK_N)
+    line_ok = line < lines
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    rows = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
+    row_ok = rows < batch
+    total = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+    for first in tl.range(0, width, BLOCK_K, num_stages=STAGES):
+        inner = first + tl.arange(0, BLOCK_K)
+        inner_ok = inner < width
+        weight_offset = line.to(tl.int64)[:, None] * stride + inner[None, :]
+        weight = tl.load(weight_ptr + weight_offset, mask=line_ok[:, None] & inner_ok[None, :], other=0.0)
+        state_offset = rows[None, :] * width + inner[:, None]
+        state = tl.load(state_ptr + state_offset, mask=inner_ok[:, None] & row_ok[None, :], other=0.0)
+        total = tl.dot(weight, state, total, input_precision="ieee")
+    ok = line_ok[:, None] & row_ok[None, :]
+    if for_latent:
+        total += tl.load(hidden_ptr + rows[None, :] * hidden_stride + line[:, None], mask=ok, other=0.0).to(tl.float32)
+        latent = (total * tl.sigmoid(total)).to(latent_ptr.dtype.element_ty)
+        tl.store(latent_ptr + rows[None, :] * rank + line[:, None], latent, mask=ok)
+    else:
+        tl.store(new_gates_ptr + rows[None, :] * (3 * width) + line[:, None], total, mask=ok)
 
 
 @triton.jit
@@ -196,20 +310,8 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
             gates_row = key_ids_in_kernel(tl.load(previous_ptr + row))
         from_input = gates_i_ptr + gates_row * (3 * width)
         from_state = gates_h_ptr + row * (3 * width)
-        old = tl.load(state_ptr + row * width + columns, mask=column_ok, other=0.0).to(tl.float32)
-        r = tl.sigmoid(
-            _load_gate(from_input, columns, column_ok, addend_stride, SPLITS)
-            + _load_gate(from_state, columns, column_ok, 0, 1)
-        )
-        z = tl.sigmoid(
-            _load_gate(from_input + width, columns, column_ok, addend_stride, SPLITS)
-            + _load_gate(from_state + width, columns, column_ok, 0, 1)
-        )
-        n = _tanh(
-            _load_gate(from_input + 2 * width, columns, column_ok, addend_stride, SPLITS)
-            + r * _load_gate(from_state + 2 * width, columns, column_ok, 0, 1)
-        )
-        state = (n + z * (old - n)).to(dtype)
+        old = state_ptr + row * width
+        state = _new_state(from_input, from_state, old, columns, column_ok, width, addend_stride, SPLITS).to(dtype)
         if program == 0:
             tl.store(new_state_ptr + row * width + columns, state, mask=column_ok)
         state = tl.where(column_ok, state.to(tl.float32), 0.0)
@@ -243,17 +345,30 @@ def advance(
     batch, width = state.shape
     rank = weight_state.shape[0]
     _check_advance(gates_i, gates_h, state, from_hidden, weight_state, weight_hh, previous)
+    table, splits = previous is not None, 1 if previous is not None else gates_i.shape[0]
+    keys = state if previous is None else previous
+    new_state, latent, new_gates = torch.empty_like(state), state.new_empty(batch, rank), torch.empty_like(gates_h)
+    overlap = overlapping(state.device)
+    if batch > FEW_ROWS:
+        block_b, depth = min(64, triton.next_power_of_2(batch)), _depth(256, width, weight_hh)
+        _state_kernel[(batch, triton.cdiv(width, 256))](
+            keys, gates_i, gates_h, state, new_state, width, batch * 3 * width,
+            BLOCK=256, TABLE=table, SPLITS=splits, num_warps=4, **overlap,
+        )  # fmt: skip
+        latent_programs = triton.cdiv(rank, 32)
+        _state_products_kernel[(latent_programs + triton.cdiv(3 * width, 32), triton.cdiv(batch, block_b))](
+            new_state, from_hidden, weight_state, weight_hh, latent, new_gates, from_hidden.stride(0),
+            weight_state.stride(0), width, rank, latent_programs, batch,
+            BLOCK_N=32, BLOCK_K=depth, BLOCK_B=block_b, STAGES=4, num_warps=4, **overlap,
+        )  # fmt: skip
+        return new_state, latent, new_gates
     block_k = triton.next_power_of_2(width)
     block_n = max(1, min(lines, 16384 // block_k))
     latent_programs = triton.cdiv(rank, block_n)
-    new_state, latent, new_gates = torch.empty_like(state), state.new_empty(batch, rank), torch.empty_like(gates_h)
     _advance_kernel[(latent_programs + triton.cdiv(3 * width, block_n),)](
-        state if previous is None else previous, gates_i, gates_h, state, new_state, from_hidden, weight_state,
-        weight_hh, latent, new_gates, from_hidden.stride(0), weight_state.stride(0), width, rank, latent_programs,
-        batch, batch * 3 * width,
-        BLOCK_N=block_n, BLOCK_K=block_k, TABLE=previous is not None,
-        SPLITS=1 if previous is not None else gates_i.shape[0],
-        num_warps=warps, **overlapping(state.device),
+        keys, gates_i, gates_h, state, new_state, from_hidden, weight_state, weight_hh, latent, new_gates,
+        from_hidden.stride(0), weight_state.stride(0), width, rank, latent_programs, batch, batch * 3 * width,
+        BLOCK_N=block_n, BLOCK_K=block_k, TABLE=table, SPLITS=splits, num_warps=warps, **overlap,
     )  # fmt: skip
     return new_state, latent, new_gates
 

@@ -88,6 +88,26 @@ def test_greedy_rollouts_equal_the_plain_one(head: str, rollout: str) -> None:
     assert ((changed.token_ids == 77) | (changed.token_ids == 78)).any()
 
 
+@pytest.mark.parametrize(("head", "options"), [("domino", {}), ("domino", {"token_table": True}), ("vanilla", {})])
+@pytest.mark.parametrize("rollout", ["dense", "pruned"])
+@torch.no_grad()
+def test_rollouts_by_kernels_equal_the_plain_one(head: str, options: dict[str, Any], rollout: str) -> None:
+    """In the interpreter; with few rows steps guess their inputs, with more they do not."""
+    for rows in (2, 3):
+        draft, ends, hidden, anchors = case(head, rows)
+        method, greedy = algorithm_for(draft.config), sampler(*[GREEDY] * rows)
+        plain = method.proposer(draft, ends).propose(hidden, anchors, greedy).token_ids
+        proposer = method.proposer(draft, ends, rollout=rollout, **options)
+        proposer.search.kernels = proposer.kernels = True
+        assert torch.equal(proposer.propose(hidden, anchors, greedy).token_ids, plain)
+    mixed = sampler(GREEDY, SAMPLED, FILTERED)
+    found = proposer.propose(hidden, anchors, mixed)
+    proposer.search.kernels = proposer.kernels = False
+    expected = proposer.propose(hidden, anchors, mixed)
+    assert torch.equal(found.token_ids, expected.token_ids)
+    torch.testing.assert_close(found.q, expected.q)
+
+
 @torch.no_grad()
 def test_a_token_table_changes_nothing_and_follows_its_weights() -> None:
     draft, ends, hidden, anchors = case("domino", 4)
