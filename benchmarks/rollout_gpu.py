@@ -207,7 +207,7 @@ def rollouts(
                 yield {
                     "part": "rollout", "method": name, "batch": batch, **variant, "temperature": temperature,
                     "spread": spread, "ms": ms, "floor_ms": floor_ms(draft, proposals, variant),
-                    "equal_to_plain": float((tokens == reference).float().mean()),
+                    "equal_to_plain": None if temperature else float((tokens == reference).float().mean()),
                     "changed_by_head": float((tokens != greedy).float().mean()),
                 }  # fmt: skip
 
