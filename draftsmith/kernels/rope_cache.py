@@ -148,6 +148,7 @@ def rope_cache(
     k_weight: Tensor | None,
     eps: float,
     unit_offset: bool = False,
+    heads_per_program: int | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values to the cache.
 
@@ -156,7 +157,7 @@ def rope_cache(
     halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, or
     [batch, w] int, the position of every token, which is also where its key and value go; k_cache, v_cache
     [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim] of the per-head RMS norms, both or
-    neither. Returns q [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
+    neither; heads_per_program: a power of two, chosen by the number of tokens if not given. Returns q [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
@@ -174,7 +175,7 @@ def rope_cache(
     placeholder = qkv
     total_heads = heads + 2 * kv_heads
     # One head a program while programs are few; then several, so that starting programs does not take the time.
-    block_h = 1 if batch * width * total_heads <= 2048 else 8
+    block_h = heads_per_program or (1 if batch * width * total_heads <= 2048 else 8)
     _rope_cache_kernel[(batch * width, triton.cdiv(total_heads, block_h))](
         qkv, cos, sin, start,
         placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,

@@ -10,11 +10,12 @@ from draftsmith.kernels.block_attention import block_attention, block_attention_
 CASES = {
     "causal verify, grouped heads": dict(batch=2, heads=4, kv=2, width=5, dim=64, length=200, causal=True),
     "width one, sliding, odd dim": dict(batch=3, heads=2, kv=2, width=1, dim=96, length=150, causal=True, window=17),
-    "block both ways with sinks": dict(batch=2, heads=8, kv=2, width=16, dim=64, length=300, causal=False, sinks=True),
+    "block both ways with sinks": dict(batch=2, heads=4, kv=1, width=6, dim=64, length=200, causal=False, sinks=True),
     "block both ways, window, cap": dict(
         batch=2, heads=4, kv=1, width=7, dim=128, length=190, causal=False, window=40, softcap=30.0
     ),
     "more rows than a tile": dict(batch=1, heads=6, kv=1, width=32, dim=64, length=97, causal=True),
+    "a prompt's chunk": dict(batch=1, heads=2, kv=1, width=75, dim=64, length=140, causal=True, window=30),
 }
 
 
@@ -35,7 +36,7 @@ def _inputs(case: dict, dtype: torch.dtype, seed: int):
 def test_kernel_equals_reference(name, dtype):
     arguments, options = _inputs(CASES[name], dtype, seed=3)
     expected = block_attention_reference(*arguments, **options)
-    actual = block_attention(*arguments, **options, chunk=64)
+    actual = block_attention(*arguments, **options, chunk=64 if arguments[0].shape[2] <= 32 else None)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
@@ -71,6 +72,24 @@ def test_a_query_is_the_same_from_any_slot_and_beside_any_neighbour():
     torch.testing.assert_close(from_slot_two[:, :, :3], whole[:, :, 2:], atol=1e-6, rtol=1e-6)
     swapped = block_attention(q.flip(0), k.flip(0), v.flip(0), torch.tensor([40, 90]), **options, chunk=64)
     assert torch.equal(swapped.flip(0), whole)
+
+
+def test_every_query_may_say_its_own_position():
+    """As at a row's limit, where a verify's last tokens are all put on the last position."""
+    (q, k, v, start), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=11)
+    positions = torch.minimum(start[:, None] + torch.arange(5), start[:, None] + torch.tensor([[2], [9]]))
+    actual = block_attention(q, k, v, positions, **options, chunk=64)
+    torch.testing.assert_close(actual, block_attention_reference(q, k, v, positions, **options), atol=1e-5, rtol=1e-5)
+    assert torch.equal(actual[1], block_attention(q, k, v, start, **options, chunk=64)[1])
+    assert not torch.allclose(actual[0, :, 3:], block_attention(q, k, v, start, **options, chunk=64)[0, :, 3:])
+
+
+def test_the_cache_may_be_longer_than_needed():
+    (q, k, v, _), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=13)
+    start = torch.tensor([60, 90])
+    whole = block_attention(q, k, v, start, **options, chunk=64)
+    assert torch.equal(block_attention(q, k[:, :, :100], v[:, :, :100], start, **options, chunk=64), whole)
+    assert torch.equal(block_attention(q, k, v, start, limit=95, **options, chunk=64), whole)
 
 
 def test_misuse_is_named():

@@ -51,7 +51,7 @@ def test_gated_activation(dtype, activation):
 @pytest.mark.parametrize(("norm", "unit_offset"), [(False, False), (True, False), (True, True)])
 def test_rope_cache(dtype, dim, rotary, norm, unit_offset):
     torch.manual_seed(dim + rotary)
-    batch, width, heads, kv_heads, length = 3, 4, 6, 2, 20
+    batch, width, heads, kv_heads, length = 3, 2, 3, 1, 20
     qkv = torch.randn(batch, width, (heads + 2 * kv_heads) * dim).to(dtype)
     start = torch.tensor([0, 16, 7])
     angles = torch.rand(batch, width, rotary // 2) * 6
@@ -64,4 +64,46 @@ def test_rope_cache(dtype, dim, rotary, norm, unit_offset):
         results.append((function(qkv, cos, sin, start, *caches, **options), *caches))
     for actual, expected in zip(*results, strict=True):
         _close(actual, expected)
-    assert (results[0][1][0, :, 4:] == 7.0).all(), "entries past the block are untouched"
+    assert (results[0][1][0, :, 2:] == 7.0).all(), "entries past the block are untouched"
+
+
+def test_addends_norms_after_sublayers_and_tables():
+    """What a decode step hands over: addends of a product in fp32, and angles by position."""
+    torch.manual_seed(8)
+    addends, residual = torch.randn(3, 2, 2, 40), torch.randn(2, 2, 40).half()
+    weight, post = torch.randn(40).half(), torch.randn(40).half()
+    for unit_offset in (False, True):
+        options = dict(unit_offset=unit_offset, post_weight=post, partial=True)
+        for actual, expected in zip(
+            rms_norm(addends, weight, 1e-6, residual, **options),
+            rms_norm_reference(addends, weight, 1e-6, residual, **options),
+            strict=True,
+        ):
+            assert actual.dtype == torch.float16
+            _close(actual, expected)
+    gate_up = torch.randn(2, 3, 1, 2 * 70)
+    _close(gated_activation(gate_up, "silu", torch.float16), gated_activation_reference(gate_up, "silu", torch.float16))
+    assert not torch.equal(
+        gated_activation(gate_up, "silu", torch.float16), gated_activation(gate_up[:1], "silu", torch.float16)
+    )
+
+
+@pytest.mark.parametrize("heads_per_program", [1, 8])
+def test_rope_cache_at_positions_of_each_token(heads_per_program):
+    torch.manual_seed(heads_per_program)
+    batch, width, heads, kv_heads, dim, length = 2, 3, 7, 2, 16, 30
+    qkv = torch.randn(2, batch, width, (heads + 2 * kv_heads) * dim)
+    angles = torch.rand(length, dim // 2) * 6
+    cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
+    positions = torch.arange(width) + torch.randint(0, length - width, (batch, 1))
+    weights = dict(q_weight=torch.randn(dim), k_weight=torch.randn(dim))
+    results = []
+    for function, tiles in ((rope_cache, {"heads_per_program": heads_per_program}), (rope_cache_reference, {})):
+        caches = [torch.full((batch, kv_heads, length, dim), 7.0) for _ in range(2)]
+        options = dict(heads=heads, eps=1e-6, **weights, **tiles)
+        results.append((function(qkv, cos, sin, positions, *caches, **options), *caches))
+    for actual, expected in zip(*results, strict=True):
+        _close(actual, expected)
+    moved = [torch.full((batch, kv_heads, length, dim), 7.0) for _ in range(2)]
+    rope_cache(qkv, cos, sin, positions + 1, *moved, heads=heads, eps=1e-6, **weights)
+    assert not torch.equal(moved[1], results[0][2])

@@ -10,7 +10,9 @@ from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax, vocabulary_a
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "outputs", "inner", "splits"), [(1, 130, 200, 2), (5, 64, 256, None), (16, 96, 64, 1)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner", "splits"), [(1, 130, 200, 2), (5, 64, 256, None), (16, 96, 64, 1)]
+)
 def test_skinny_linear(dtype, rows, outputs, inner, splits):
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outputs, inner).to(dtype)
     expected = skinny_linear_reference(x, weight).sum(0)
