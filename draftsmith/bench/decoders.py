@@ -17,6 +17,9 @@ from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 
+_TRIES = 3
+"""Runs of a request until nothing had to be prepared: a graph is made at the second step of its shape."""
+
 
 @dataclass(frozen=True)
 class DraftEntry:
@@ -54,13 +57,19 @@ class RunningDecoder:
     _at_width: Engine | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, target: Target, entry: DraftEntry | None, options: BenchOptions, batch_size: int) -> "RunningDecoder":
-        """entry None: plain decoding, which takes the engine options that do not concern a draft."""
-        common = options.engine
+    def of(
+        cls, target: Target, entry: DraftEntry | None, options: BenchOptions, batch_size: int, room: int | None = None
+    ) -> "RunningDecoder":
+        """entry None: plain decoding, which takes the engine options that do not concern a draft. room: tokens that the
+        longest row may have (None: not known), so that a GPU's slots and graphs serve for all rounds."""
+        common = options.engine if entry is None else entry.engine_options(options.engine)
+        slots: dict[str, object] = {"slots": batch_size}
+        if room is not None and common.max_length is None and _with_graphs(target, common):
+            slots["max_length"] = min(room, target.max_position_embeddings)
         if entry is None:
-            bare = common.model_copy(update={"num_proposals": None, "proposer": {}, "slots": batch_size})
+            bare = common.model_copy(update={"num_proposals": None, "proposer": {}, **slots})
             return cls(PLAIN, target, Engine(target, None, bare), 1)
-        chosen = entry.engine_options(common).model_copy(update={"slots": batch_size})
+        chosen = common.model_copy(update=slots)
         return cls(entry.name, target, Engine(target, entry.draft, chosen), 1 + proposals(entry.draft, chosen))
 
     def timed(self, request: Request) -> Timed:
@@ -77,15 +86,22 @@ class RunningDecoder:
     def at_same_width(self, request: Request) -> list[Generation]:
         """What the target says alone with as many tokens in a pass as this decoder's verify has; untimed."""
         if self._at_width is None:
-            self._at_width = Engine(self.target, None, EngineOptions(verify_width=self.width))
+            alone = {"num_proposals": None, "proposer": {}, "verify_width": self.width}
+            self._at_width = Engine(self.target, None, self.engine.options.model_copy(update=alone))
         return self._at_width.decode(request)
 
     def _run(self, request: Request) -> tuple[list[Generation], float]:
-        self._wait()
-        start = time.perf_counter()
-        generations = self.engine.decode(request)
-        self._wait()
-        return generations, time.perf_counter() - start
+        """The generations and the seconds they took; taken again where slots or graphs had to be made first."""
+        for _ in range(_TRIES):
+            before = self.engine.preparations
+            self._wait()
+            start = time.perf_counter()
+            generations = self.engine.decode(request)
+            self._wait()
+            seconds = time.perf_counter() - start
+            if self.engine.preparations == before or not _with_graphs(self.target, self.engine.options):
+                break
+        return generations, seconds
 
     def _wait(self) -> None:
         if self.target.device.type == "cuda":
@@ -97,6 +113,10 @@ class RunningDecoder:
             return 0
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
+
+
+def _with_graphs(target: Target, options: EngineOptions) -> bool:
+    return target.device.type == "cuda" and options.graphs != "off"
 
 
 def proposals(draft: Draft, options: EngineOptions) -> int:

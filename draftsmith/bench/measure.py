@@ -119,8 +119,8 @@ class _Bench:
 
     def measure(self, batch_size: int, stage: Stage) -> None:
         """All rounds at one batch size."""
-        decoders = [RunningDecoder.of(self.target, None, self.options, batch_size)]
-        decoders += [RunningDecoder.of(self.target, entry, self.options, batch_size) for entry in self.drafts]
+        everyone: list[DraftEntry | None] = [None, *self.drafts]
+        decoders = [RunningDecoder.of(self.target, one, self.options, batch_size, self._room) for one in everyone]
         first = self._first_round(batch_size)
         for _ in range(self.options.warmup):
             for decoder in decoders:
@@ -159,6 +159,16 @@ class _Bench:
             prompt_ids = self._shown_prompts[number, answer.turn]
             question = self.prompts[number].turns[answer.turn]
             yield show(self.target, entries[answer.decoder], self.options, self.chat, question, prompt_ids, answer)
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the longest conversation has at most: answers may take more tokens when they are read again."""
+        answer = 32 + 3 * self.options.max_new_tokens // 2
+        questions = (
+            (sum(len(self._ids(number, turn, [])) for turn in range(len(prompt.turns))), len(prompt.turns))
+            for number, prompt in enumerate(self.prompts)
+        )
+        return max(asked + turns * answer for asked, turns in questions)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -207,10 +217,10 @@ class _Bench:
             )
         )
         compared = self.options.temperature == 0.0 and decoder.name != PLAIN
-        for row, (member, generation, reference) in enumerate(
-            zip(turn.members, generations, plain.generations, strict=True)
-        ):
-            differs = compared and generation.token_ids != reference.token_ids
+        references = plain.generations
+        differs = [one.token_ids != other.token_ids for one, other in zip(generations, references, strict=True)]
+        at_width = decoder.at_same_width(self._request(turn)) if compared and any(differs) else references
+        for row, (member, generation, reference) in enumerate(zip(turn.members, generations, references, strict=True)):
             self.answers.append(
                 BenchAnswer(
                     decoder=decoder.name,
@@ -225,13 +235,11 @@ class _Bench:
                     finish_reason=generation.finish_reason,
                     equal_tokens=equal_tokens(reference.token_ids, generation.token_ids) if compared else None,
                     plain_tokens=len(reference.token_ids) if compared else None,
-                    equal_at_width=self._equal_at_width(decoder, turn, row, generation.token_ids) if differs else None,
+                    equal_at_width=at_width[row].token_ids == generation.token_ids
+                    if compared and differs[row]
+                    else None,
                 )
             )
-
-    def _equal_at_width(self, decoder: RunningDecoder, turn: _Turn, row: int, token_ids: list[int]) -> bool:
-        one = request([turn.prompt_ids[row]], [0], self.options, self.stop_token_ids)
-        return decoder.at_same_width(one)[0].token_ids == token_ids
 
 
 def _setting(target: Target, options: BenchOptions) -> dict[str, Any]:

@@ -122,6 +122,11 @@ class Engine:
         self.stepper.width = 1 + proposer.num_proposals
 
     @property
+    def preparations(self) -> tuple[int, int]:
+        """Which slots are in use, and how many steps are held ready in graphs: what changes it took time to prepare."""
+        return id(self.pool), 0 if self._graphs is None else self._graphs.prepared
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self._waiting and (self.pool is None or self.pool.idle)

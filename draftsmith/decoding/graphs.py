@@ -27,6 +27,11 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    @property
+    def prepared(self) -> int:
+        """Grows with every step that was warmed up or captured."""
+        return len(self._warm) + len(self._graphs)
+
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """One step, on the current stream as far as the caller can tell."""
         graph = self._graphs.get(key)

@@ -2,18 +2,20 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
 
 from draftsmith.bench.chat import Chat
-from draftsmith.bench.decoders import DraftEntry
+from draftsmith.bench.decoders import DraftEntry, RunningDecoder, request
 from draftsmith.bench.figures import figures
 from draftsmith.bench.measure import bench, write_report
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.records import PLAIN, read_report
 from draftsmith.data.options import DataOptions
 from draftsmith.data.prompts import Prompt
+from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.errors import DraftsmithError
 from tests.bench.made import wordy_target
@@ -196,3 +198,33 @@ def test_a_damaged_report_is_an_error_that_names_the_file(tmp_path, content):
 def test_options_that_the_engine_would_refuse_are_refused_by_the_recipe(name, value):
     with pytest.raises(ValidationError, match=name):
         BenchOptions(**{name: value})
+
+
+def test_an_answer_that_differs_is_held_against_plain_decoding_at_the_verifys_width(target, drafts, chat, monkeypatch):
+    """Plain decoding that says something else than the target: the drafts' answers are right at their own width."""
+    decode = RunningDecoder.timed
+
+    def changed(self, request):
+        timed = decode(self, request)
+        if self.name == PLAIN:
+            first = timed.generations[0]
+            ids = [first.token_ids[0], *first.token_ids[:-1]]
+            timed.generations[0] = replace(first, token_ids=ids)
+        return timed
+
+    monkeypatch.setattr(RunningDecoder, "timed", changed)
+    options = BenchOptions(max_new_tokens=9, batch_size=2, warmup=0, shown=0)
+    found = bench(target, drafts[:1], [PROMPTS[0], PROMPTS[2]], options, chat).answers_of("small", 2)
+    assert [answer.equal_at_width for answer in found] == [True, None]
+    assert found[0].equal_tokens < len(found[0].token_ids)
+
+
+def test_engines_say_when_they_prepared_something(target, drafts):
+    engine = Engine(target, drafts[0].draft, EngineOptions(slots=1))
+    ask = request([[40, 41]], [0], BenchOptions(max_new_tokens=4), ())
+    engine.decode(ask)
+    before = engine.preparations
+    engine.decode(ask)
+    assert engine.preparations == before
+    engine.decode(request([[40] * 300], [0], BenchOptions(max_new_tokens=4), ()))
+    assert engine.preparations != before
