@@ -70,8 +70,8 @@ def _rope_cache_kernel(  # type: ignore[no-untyped-def]
     qkv_stride_b, qkv_stride_w, split_stride, cos_stride_b, cos_stride_w, position_stride_b, position_stride_w,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_H: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr,
+    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     if OVERLAP:
@@ -157,7 +157,8 @@ def rope_cache(
     halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, or
     [batch, w] int, the position of every token, which is also where its key and value go; k_cache, v_cache
     [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim] of the per-head RMS norms, both or
-    neither; heads_per_program: a power of two, chosen by the number of tokens if not given. Returns q [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
+    neither; heads_per_program: a power of two, chosen by the number of tokens if not given. Returns q
+    [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
