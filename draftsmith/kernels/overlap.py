@@ -3,7 +3,8 @@
 A kernel launched so may start as soon as every program of its predecessor has: it computes addresses and fetches
 weights, which nobody writes, and then waits (`gdc_wait`) until the predecessor is done and its results are visible.
 Every kernel of the decode step waits before it reads or writes anything else, so each also follows all kernels before
-its predecessor. Results are the same with and without.
+its predecessor. Results are the same with and without. Whoever changes weights does so with ordinary launches, which
+stand between: a step begins with the embedding, which is one, too.
 """
 
 import functools
