@@ -129,3 +129,14 @@ def test_an_index_that_is_damaged_is_an_error_that_names_it(content, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(DraftsmithError, match=r"model\.safetensors\.index\.json has no readable weight_map"):
         TargetEnds.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_the_most_likely_tokens(kind):
+    ends = tiny_target(kind).ends
+    hidden = torch.randn(2, 5, 32)
+    choice = ends.argmax(hidden)
+    assert torch.equal(choice.ids, ends.project(hidden).argmax(-1))
+    assert choice.finite.all()
+    hidden[1, 3] = float("nan")
+    assert (~ends.argmax(hidden).finite).nonzero().tolist() == [[1, 3]]

@@ -73,12 +73,12 @@ def test_weights_are_moved_and_not_copied(kind):
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_kernels_equal_plain_operations(kind):
     """Half precision, so that the products of few rows run through their kernel, in Triton's interpreter."""
-    overrides = {"num_layers": 2, "hidden_size": 64, "dtype": torch.float16, "initializer_range": 0.1}
+    overrides = {"num_layers": 2, "hidden_size": 32, "dtype": torch.float16, "initializer_range": 0.1}
     target = _target(kind, **overrides)
     target.fuse()
     plain = target._fused
-    ids = torch.randint(0, 97, (2, 7))
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 8, 8]])
+    ids = torch.randint(0, 97, (2, 3))
+    positions = torch.tensor([[0, 1, 2], [6, 7, 7]])
 
     def run(kernels: bool) -> tuple[Tensor, dict[int, Tensor]]:
         fused = type(plain)(
@@ -125,3 +125,24 @@ def test_a_cache_past_the_angle_tables_is_refused():
     with pytest.raises(DraftsmithError, match="rope is known for 768"):
         target.forward(torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64),
                        cache=target.new_cache(1, 769))  # fmt: skip
+
+
+def test_loading_fuses_on_request(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    assert Target.load(tmp_path, fuse="on").fused
+    assert not Target.load(tmp_path).fused  # auto, on a CPU
+    assert not Target.load(tmp_path, fuse="off").fused
+    with pytest.raises(DraftsmithError, match="fuse is 'yes'; allowed are auto, on and off"):
+        Target.load(tmp_path, fuse="yes")
+
+
+def test_deep_half_precision_is_compared_layer_by_layer():
+    """Roundings of sixteen layers add up to more than a wrong scale in one of them; within a layer they do not."""
+    target = tiny_target("qwen3", num_layers=16, dtype=torch.bfloat16, initializer_range=0.3)
+    target.fuse()
+    wrong = tiny_target("qwen3", num_layers=16, dtype=torch.bfloat16, initializer_range=0.3)
+    layer = wrong.model.model.layers[15].self_attn.o_proj
+    own = layer.forward
+    layer.forward = lambda x: 1.3 * own(x)
+    with pytest.raises(DraftsmithError, match="layer 15 of Qwen3Model"):
+        wrong.fuse()
