@@ -189,7 +189,7 @@ def rollouts(
             hidden = make_hidden(ends.head_weight, batch, draft.config.block_size)
             anchors = torch.randint(VOCAB, (batch,), device=DEVICE)
             slots = hidden[:, -proposals:].contiguous()
-            base = median_ms(lambda slots=slots: draft.logits(slots, ends), repeats)
+            base = median_ms(lambda: draft.logits(slots, ends), repeats)  # noqa: B023
             yield {"part": "base product", "method": name, "batch": batch, "ms": base}
             greedy = draft.logits(slots, ends).argmax(-1)
             for temperature, variant in itertools.product(temperatures, variants):
@@ -224,9 +224,7 @@ def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
             norms, few = row_norms(weight), candidates(base.flatten(0, 1)).unflatten(0, (batch, 15))
             read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
             keys = new_keys(batch, device=DEVICE)
-            pruned_low_rank_argmax(
-                base[:, 3], weight, latent, keys, norms=norms, candidates=few[:, 3], read=read
-            )
+            pruned_low_rank_argmax(base[:, 3], weight, latent, keys, norms=norms, candidates=few[:, 3], read=read)
             yield {"part": "share read", "batch": batch, "spread": size, "share": float(read.float().mean()) / VOCAB}
 
 
@@ -282,7 +280,9 @@ def main() -> int:
     torch.manual_seed(arguments.seed)
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "floor": floor,
-        "rollouts": lambda: rollouts(arguments.batches, arguments.spreads, arguments.methods, arguments.repeats, arguments.temperatures),
+        "rollouts": lambda: rollouts(
+            arguments.batches, arguments.spreads, arguments.methods, arguments.repeats, arguments.temperatures
+        ),
         "steps": lambda: steps(arguments.batches, arguments.spreads[0]),
         "million": lambda: million(arguments.steps, arguments.seed),
     }

@@ -53,10 +53,10 @@ class RolloutOptions(Options):
         return chosen
 
 
-O = TypeVar("O", bound=Options)
+OptionsType = TypeVar("OptionsType", bound=Options)
 
 
-def decoding_options(method: str, kind: type[O], given: dict[str, Any]) -> O:
+def decoding_options(method: str, kind: type[OptionsType], given: dict[str, Any]) -> OptionsType:
     """The method's typed decoding options; `DraftsmithError` names each fault."""
     try:
         return kind(**given)

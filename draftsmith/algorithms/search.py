@@ -58,7 +58,8 @@ def _check_rank(weight: Tensor, pruned: bool) -> None:
     widest = pruning.MAX_ROW_BYTES // weight.element_size()
     if pruned and rank > widest:
         raise DraftsmithError(
-            f"the head's correction has rank {rank} in {weight.dtype}; rollout 'pruned' takes up to {widest}: use 'dense'"
+            f"the head's correction has rank {rank} in {weight.dtype}; rollout 'pruned' takes up to {widest}: set "
+            "rollout to 'dense'"
         )
 
 

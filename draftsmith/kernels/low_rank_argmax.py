@@ -1,10 +1,10 @@
 """The best token under `base + W2 u`: the last part of a step of a sequential head, for Domino and DSpark alike.
 
 `low_rank_argmax` reads W2 [V, E] once, adds the product to the base logits in fp32 and keeps, per row of the batch, the
-best token as a key (`keys`): the [V] scores are written nowhere. `low_rank_sample` does the same for scores divided by a
-temperature plus Gumbel noise, whose best token is a draw from the softmax (Gumbel, 1954), and writes the scores as they
-are, for the verifier needs that softmax. The memory traffic of W2 is the bill, so programs walk it in
-tiles of rows, a fixed number of programs with several tiles in flight.
+best token as a key (`keys`): the [V] scores are written nowhere. `low_rank_sample` divides the scores by a temperature
+and adds Gumbel noise, after which the best token is a draw from the softmax (Gumbel, 1954), and writes the scores as
+they were, for the verifier needs that softmax. The memory traffic of W2 is the bill, so a fixed number of programs walk
+it in tiles of rows, with several tiles in flight.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """The argmax of `base + W2 u` without reading the rows of W2 that cannot win, and the same token every time.
 
 **The bound.** Let w be a row of W2, n >= |w| its stored norm, b its base logit, t = |u| n. By Cauchy-Schwarz
-b + w.u <= b + t. A kernel's score s is that sum in fp32: the products of bf16 or fp16 numbers are exact (of fp32 numbers
-they are off by 2^-24 of themselves), and E + 1 additions, in whatever order and with the base as first or as last term,
-are each off by at most 2^-22 of the sum of the magnitudes, which allows for matrix units that truncate. That sum is at
-most |b| + |w||u| <= |b| + t, so
+b + w.u <= b + t. A kernel's score s is that sum in fp32: the products of bf16 or fp16 numbers are exact (those of fp32
+numbers are off by 2^-24 of themselves), and E + 1 additions, in whatever order and with the base as first or as last
+term, are each off by at most 2^-22 of the sum of the magnitudes, which allows for matrix units that truncate. That sum
+is at most |b| + |w||u| <= |b| + t, so
 
     s <= b + t + c (|b| + t) + d,    c = (E + 16) 2^-21,    d = 2^-114.
 
@@ -126,9 +126,7 @@ def likeliest(base: Tensor, candidates: Tensor, wanted: int) -> Tensor:
     """The best few of the candidates, by base alone: base [n, V], candidates [n, 64] int32, both with contiguous rows
     -> [n, wanted] int64."""
     out = torch.empty(len(base), wanted, dtype=torch.int64, device=base.device)
-    _likeliest_kernel[(len(base),)](
-        base, candidates, out, base.stride(0), COUNT=CANDIDATES, WANTED=wanted, num_warps=1
-    )
+    _likeliest_kernel[(len(base),)](base, candidates, out, base.stride(0), COUNT=CANDIDATES, WANTED=wanted, num_warps=1)
     return out
 
 
@@ -235,5 +233,6 @@ def pruned_low_rank_argmax(
         scratch if read is None else read, base.stride(0), candidates.stride(0), vocab, rank, first_id,
         slack(rank), UNDERFLOW,
         SPAN=span, BLOCK_R=64, BLOCK_E=max(16, triton.next_power_of_2(rank)), COUNT=CANDIDATES,
-        GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps, **overlapping(base.device),
+        GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps,
+        **overlapping(base.device),
     )  # fmt: skip

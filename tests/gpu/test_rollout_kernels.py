@@ -7,6 +7,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from draftsmith.kernels import input_gates as inputs
 from draftsmith.kernels import prefix_gru
 from draftsmith.kernels.keys import key_ids, key_scores, pack_keys
 from draftsmith.kernels.low_rank_argmax import (
@@ -63,9 +64,7 @@ def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
     few = candidates(base)
     assert torch.equal(few, candidates_reference(base))
     read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    pruned_low_rank_argmax(
-        base, weight, latent, pruned, norms=row_norms(weight), candidates=few, first_id=7, read=read
-    )
+    pruned_low_rank_argmax(base, weight, latent, pruned, norms=row_norms(weight), candidates=few, first_id=7, read=read)
     assert torch.equal(keys, pruned), "scores and tokens agree bit for bit"
     assert (read >= 1).all()
     # Mutated: one row of W2 that should win, does.
@@ -137,13 +136,13 @@ def test_prefix_gru(dtype: torch.dtype, batch: int, width: int, hidden: int) -> 
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     close = dict(rtol=tolerance, atol=tolerance)
 
-    gates_i = prefix_gru.input_gates(keys, embedding, weight_ih)
-    reference = prefix_gru.input_gates_reference(ids, embedding, weight_ih)
+    gates_i = inputs.input_gates(keys, embedding, weight_ih)
+    reference = inputs.input_gates_reference(ids, embedding, weight_ih)
     torch.testing.assert_close(gates_i.sum(0), reference[0], rtol=1e-4, atol=1e-4)
     expected = prefix_gru.advance_reference(reference, *rest)
     for found, wanted in zip(prefix_gru.advance(gates_i, *rest), expected, strict=True):
         torch.testing.assert_close(found, wanted, **close)
-    table = prefix_gru.token_table(embedding, weight_ih)
+    table = inputs.token_table(embedding, weight_ih)
     from_table = prefix_gru.advance(table, *rest, previous=keys)
     for found, wanted in zip(from_table, expected, strict=True):
         torch.testing.assert_close(found, wanted, **close)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from draftsmith.decoding.rng import Stream
+from draftsmith.kernels import input_gates as inputs
 from draftsmith.kernels import prefix_gru
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_scores, pack_keys
 from draftsmith.kernels.low_rank_argmax import (
@@ -154,13 +155,13 @@ def test_prefix_step(dtype: torch.dtype, batch: int, hidden: int, width: int, ra
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 3e-3}
     rest = (gates_h, state, from_hidden, whole[:, hidden:], weight_hh)
 
-    gates_i = prefix_gru.input_gates(keys, embedding, weight_ih, scale=1.5, splits=3, depth=16)
-    reference = prefix_gru.input_gates_reference(ids, embedding, weight_ih, 1.5)
+    gates_i = inputs.input_gates(keys, embedding, weight_ih, scale=1.5, splits=3, depth=16)
+    reference = inputs.input_gates_reference(ids, embedding, weight_ih, 1.5)
     torch.testing.assert_close(gates_i.sum(0), reference[0], **close)
     expected = prefix_gru.advance_reference(reference, *rest)
     for found, wanted in zip(prefix_gru.advance(gates_i, *rest), expected, strict=True):
         torch.testing.assert_close(found, wanted, **close)
-    table = prefix_gru.token_table(embedding, weight_ih, 1.5, chunk=10)
+    table = inputs.token_table(embedding, weight_ih, 1.5, chunk=10)
     for found, wanted in zip(prefix_gru.advance(table, *rest, previous=keys), expected, strict=True):
         torch.testing.assert_close(found, wanted, **close)
 
