@@ -31,6 +31,7 @@ from .samples import random_samples, run_capture
 
 LAYOUT = CaptureLayout((0,), 32, final_state=True)
 LENGTHS = [3 + (7 * number) % 41 for number in range(17)]
+POISON = 5
 OPTIONS = {"dtype": "float32", "tokens_per_batch": 60, "shard_bytes": 13_000}
 
 
@@ -58,10 +59,20 @@ class Forks:
         return processes
 
     def capture(
-        self, directory: Path, rank: int, *, lengths: list[int] = LENGTHS, uneven: bool = False, **options: Any
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        lengths: list[int] = LENGTHS,
+        uneven: bool = False,
+        poisoned: bool = False,
+        **options: Any,
     ) -> str:
-        """One process's part; uneven: the processes but the first are given one sample less."""
+        """One process's part; uneven: the processes but the first are given one sample less; poisoned: the target gives
+        NaN for the token POISON and what follows it."""
         samples = random_samples(lengths)
+        if poisoned:
+            self.target.model.model.embed_tokens.weight.data[POISON] = float("nan")
         if uneven and rank != 0:
             samples = samples[:-1]
         try:
@@ -99,6 +110,7 @@ def main(directory: Path, seed: int, kills: int) -> None:
     job("begun", begun)
     job("single", directory / "single", lengths=[5])
     job("uneven", directory / "uneven", uneven=True)
+    job("poisoned", directory / "poisoned", poisoned=True, max_refused_share=0.9)
     job("other", one, dtype="fp8")
     job("again", directory / "two")
     said_of_kills = kill_captures(forks, directory, random.Random(seed), kills, duration)

@@ -17,7 +17,7 @@ from draftsmith.features.reader import Store
 from draftsmith.features.verify import verify_store
 from tests.features.stores import equal
 
-from .forked_captures import LENGTHS, OPTIONS
+from .forked_captures import LENGTHS, OPTIONS, POISON
 from .samples import random_samples
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +99,18 @@ def test_processes_with_other_samples_are_told(outcome: tuple[Path, dict[str, An
     directory, found = outcome
     assert all("processes [1] were given other samples than process 0" in said for said in found["said"]["uneven"])
     assert not (directory / "uneven").exists()
+
+
+@pytest.mark.slow
+def test_what_each_process_refuses_is_reported_together(outcome: tuple[Path, dict[str, Any]]) -> None:
+    directory, found = outcome
+    samples = random_samples(LENGTHS)
+    spoilt = {sample.id for sample in samples if bool((sample.input_ids == POISON).any())}
+    assert 2 <= len(spoilt) < len(samples)
+    assert found["said"]["poisoned"] == [f"{len(samples) - len(spoilt)} 0"] * 2
+    report = json.loads((directory / "poisoned" / "report.json").read_text())
+    assert set(report["refused"]["not_finite"]) == spoilt
+    assert set(records(directory / "poisoned")) == {sample.id for sample in samples} - spoilt
 
 
 @pytest.mark.slow
