@@ -66,7 +66,7 @@ def texts(target: Target, count: int, length: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "lr"), [(60, 3e-3), (200, 1.5e-2)])
+@pytest.mark.parametrize(("steps", "lr"), [(60, 3e-3), (120, 1.5e-2)])
 def test_held_out_accept_length_is_the_engines(tmp_path, steps, lr):
     """Of a draft that has begun to learn, and of one that has learnt nearly all."""
     draft = {"algorithm": "dflash"}

@@ -52,7 +52,8 @@ def test_the_counting_language_commits_the_maximum(shift: bool, prefix: int) -> 
         "shift_label": shift,
         "pure_draft_prefix_len": prefix,
     }
-    target, draft = train_counting(section)
+    # What the head corrects is learnt in fewer steps than what the backbone has to know by itself.
+    target, draft = train_counting(section, steps=(110, 140, 200)[prefix])
     assert draft.config.head == {name: value for name, value in section.items() if name != "algorithm"}
     assert_commits_maximum(target, draft)
     assert_commits_maximum(target, draft, num_proposals=3)

@@ -1,5 +1,6 @@
 """DTA, and D-PACE for the drafts of plain DFlash, from capture to decoding in the counting language."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,17 @@ def test_dpace_commits_the_maximum(weighting: dict[str, Any]) -> None:
     check(*train_counting({"algorithm": "dflash", "objective": {"weighting": weighting}}))
 
 
+@cache
+def trained_start() -> tuple[Target, Draft]:
+    return train_counting({"algorithm": "dflash"})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"visible_base": 0.5, "objective": {"weighting": DPACE[0]}}], ids=str)
 def test_dta_commits_the_maximum(tmp_path: Path, options: dict[str, Any]) -> None:
     """From a DFlash draft: DTA's own blocks show at least one token after the anchor, so they never train the first
     proposal of a block, which is DFlash's still."""
-    target, start = train_counting({"algorithm": "dflash"})
+    target, start = trained_start()
     start.save(tmp_path / "start")
     section = {"algorithm": "dta", "init_from": str(tmp_path / "start"), **options}
     _, draft = train_counting(section, steps=40, lr=5e-4)

@@ -48,6 +48,8 @@ def run_jobs(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         try:
             print("done", train_job(**job).step, flush=True)
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # a launcher ends all at the first error, and that is to be the next job's
         except DraftsmithError as error:
             print("error", error, flush=True)
             raise SystemExit(1) from None

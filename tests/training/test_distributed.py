@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,15 @@ def sparse(tmp_path_factory, target):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, sparse):
-    """Every method in one process with accumulation."""
+    """Gives the directory of a method's run in one process with accumulation."""
     root = tmp_path_factory.mktemp("alone")
-    for name, draft in METHODS.items():
-        train_job(store=sparse, run_dir=str(root / name), options=OPTIONS, draft=draft)
-    return root
+
+    @cache
+    def run_of(name: str) -> Path:
+        train_job(store=sparse, run_dir=str(root / name), options=OPTIONS, draft=METHODS[name])
+        return root / name
+
+    return run_of
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_several_processes_equal_one_with_accumulation(tmp_path, sparse, alone, 
         for name in methods
     ]
     run_group(processes, jobs, tmp_path)
-    differences = {name: difference(alone / name, tmp_path / name) for name in methods}
+    differences = {name: difference(alone(name), tmp_path / name) for name in methods}
     print(processes, parallel, differences)
     assert max(differences.values()) < 1e-6, differences
     checkpoint = find_checkpoint(tmp_path / "dflash", "last")
@@ -130,7 +135,7 @@ def test_several_processes_equal_one_with_accumulation(tmp_path, sparse, alone, 
 def test_the_comparison_sees_small_differences(alone, tmp_path, sparse):
     """A learning rate that differs by a thousandth shows."""
     train_job(store=sparse, run_dir=str(tmp_path), options={**OPTIONS, "lr": 1.001e-3}, draft=METHODS["dflash"])
-    assert difference(alone / "dflash", tmp_path) > 1e-6
+    assert difference(alone("dflash"), tmp_path) > 1e-6
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,7 @@ def test_a_run_resumes_with_another_number_of_processes(tmp_path, sparse, alone,
                 if checkpoint.position.step > 4:
                     checkpoint.directory.rename(checkpoint.directory.with_suffix(".gone"))
     assert find_checkpoint(run_dir, "last").position.step == 7
-    assert difference(alone / "dflash", run_dir) < 1e-6
+    assert difference(alone("dflash"), run_dir) < 1e-6
 
 
 def test_resumed_shards_are_bit_identical(tmp_path, sparse):
@@ -177,4 +182,4 @@ def test_torchrun_starts_the_same_run_and_shows_an_error(tmp_path, sparse, alone
     assert result.returncode != 0
     assert result.stdout.count("done 7") == 2, result.stdout[-2000:] + result.stderr[:6000]
     assert "train.rows_per_step is 3, with 2 processes" in result.stdout
-    assert difference(alone / "dflash", tmp_path / "run") < 1e-6
+    assert difference(alone("dflash"), tmp_path / "run") < 1e-6
