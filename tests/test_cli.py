@@ -160,6 +160,23 @@ def test_generate_speculative_equals_plain(done):
     assert speculative.strip()
 
 
+def test_compare_and_tune(done, tmp_path):
+    report, tuned = done.parent / "run" / "bench.json", tmp_path / "tuned.json"
+    status, shown, _ = run("compare", report, report)
+    assert status == 0
+    assert "accept length" in shown
+    assert "cannot be read" in fails("compare", report, tmp_path / "absent.json")
+    asked = ("--block-size", 2, "--out", tuned, "bench.limit=2", "bench.max_new_tokens=6")
+    status, _, notes = run("tune", done, *asked)
+    assert status == 0, notes
+    assert "blocks of 2, 1 proposals" in notes
+    question = ("-p", "say g", "--max-new-tokens", 8)
+    assert run("generate", done, *question, "--tuned", tuned)[1] == run("generate", done, *question, "--plain")[1]
+    assert "leave one out" in fails("generate", done, *question, "--tuned", tuned, "--plain")
+    both = ("--draft", done.parent / "run" / "draft", "--draft", done.parent / "run" / "draft")
+    assert "is for one draft" in fails("bench", done, *both, "--tuned", tuned)
+
+
 def test_inspect_tells_directories_apart(done):
     directory = done.parent / "run"
     shown = {name: run("inspect", directory / name)[1] for name in ("features", "train", "draft", "")}

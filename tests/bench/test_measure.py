@@ -45,7 +45,7 @@ def drafts(target):
 
 @pytest.fixture(scope="module")
 def measured(target, drafts, chat):
-    options = BenchOptions(batch_size=[1, 2], max_new_tokens=13, shown=2, warmup=0)
+    options = BenchOptions(batch_size=[1, 2], max_new_tokens=11, shown=2, warmup=0)
     return bench(target, drafts, PROMPTS, options, chat)
 
 
@@ -56,7 +56,7 @@ def test_every_decoder_answers_every_turn_of_every_prompt(measured):
     assert len(places) == len(measured.answers)
     for answer in measured.answers:
         assert sum(answer.accept_lengths) == len(answer.token_ids) - 1
-    assert max(n for a in measured.answers for n in a.accept_lengths) >= 3, "no draft is ever right: nothing is tested"
+    assert max(n for a in measured.answers for n in a.accept_lengths) >= 2, "no draft is ever right: nothing is tested"
 
 
 def test_the_plain_answer_is_the_history_of_the_next_turn(measured, chat):
@@ -160,7 +160,7 @@ def test_sampled_answers_belong_to_the_seed_and_the_prompt(target, drafts, chat)
 
 
 def test_rows_that_wait_give_the_same_answers(target, drafts, chat, measured):
-    options = BenchOptions(batch_size=1, rows_waiting=3, max_new_tokens=13, warmup=0, shown=0)
+    options = BenchOptions(batch_size=1, rows_waiting=3, max_new_tokens=11, warmup=0, shown=0)
     waited = bench(target, drafts[:1], PROMPTS, options, chat)
     assert {(a.prompt, a.turn): a.token_ids for a in waited.answers_of("small", 1)} == {
         (a.prompt, a.turn): a.token_ids for a in measured.answers_of("small", 1)
