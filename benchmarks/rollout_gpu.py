@@ -231,7 +231,8 @@ def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
 def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
     """Pruned against dense on random operands of many kinds: the number of keys that differ."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    done = mismatches = rows_read = rows = 0
+    done = rows = 0
+    mismatches, rows_read = (torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in range(2))
     started = time.perf_counter()
     batch, kind = 64, 0
     while done < steps_wanted:

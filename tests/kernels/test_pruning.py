@@ -81,7 +81,7 @@ def operands(maker: object, batch: int, vocab: int, rank: int, seed: int, spread
     return base, weight, latent
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     maker=st.sampled_from(MAKERS),
     batch=st.integers(1, 4),
@@ -104,16 +104,15 @@ def test_the_rule_never_changes_the_token(
     assert not (upper_bounds(base, row_norms(weight), latent) < scores).any()
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize(("batch", "rank"), [(1, 24), (3, 7)])
+@pytest.mark.parametrize(("maker", "batch", "rank"), [(maker, 1, 24) for maker in MAKERS] + [(ties, 3, 7)])
 def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, rank: int) -> None:
-    base, weight, latent = operands(maker, batch, 1203, rank, seed=batch, spread=0.2)
+    base, weight, latent = operands(maker, batch, 603, rank, seed=batch, spread=0.2)
     few = candidates(base)
     assert torch.equal(few, candidates_reference(base))
     pruned, dense = new_keys(batch, device=CPU), new_keys(batch, device=CPU)
     read = torch.zeros(batch, dtype=torch.int32)
     norms = row_norms(weight)
-    pruned_low_rank_argmax(base, weight, latent, pruned, norms=norms, candidates=few, read=read, span=512)
+    pruned_low_rank_argmax(base, weight, latent, pruned, norms=norms, candidates=few, read=read, span=256)
     low_rank_argmax(base, weight, latent, dense)
     assert torch.equal(key_ids(pruned), key_ids(dense))
     lower = low_rank_scores(base, weight, latent).gather(-1, few.long()).amax(-1, keepdim=True)
@@ -122,23 +121,25 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, rank: 
     if maker is clear_top:
         assert (read <= 2).all()
     if maker is equal_rows:
-        assert (read == 1203).all()
+        assert (read == 603).all()
     # Mutated: a row of W2 that should win, does, from wherever.
     if maker is not huge_norms:
-        weight[777] = 1e3 * latent[0] if latent[0].any() else 1.0
-        base[0, 777] = 2e4
+        weight[577] = 1e3 * latent[0] if latent[0].any() else 1.0
+        base[0, 577] = 2e4
         again = new_keys(batch, device=CPU)
-        pruned_low_rank_argmax(base, weight, latent, again, norms=row_norms(weight), candidates=few, span=512)
-        assert int(key_ids(again)[0]) == 777
+        pruned_low_rank_argmax(base, weight, latent, again, norms=row_norms(weight), candidates=few, span=256)
+        assert int(key_ids(again)[0]) == 577
 
 
 def test_norms_that_are_too_small_would_lose_the_token() -> None:
-    """Mutated: half the norms, and the row whose score is its bound is never read."""
-    base, weight, latent = operands(one_aligned, 1, 300, 40, 3, 0.1)
+    """Mutated: half the norms, and a row whose score is its bound is never read."""
+    base, weight, latent = operands(ordinary, 1, 300, 40, 3, 0.01)
+    base[:, 5], base[:, 299] = 12.0, -10.0
+    weight[299] = latent[0] * (25.0 / latent[0].square().sum())
     few = candidates_reference(base)
     right = low_rank_argmax_reference(base, weight, latent)
     assert int(key_ids(right)[0]) == 299
-    few[few == 299] = 0
+    assert not (few == 299).any()
     wrong = pruned_low_rank_argmax_reference(base, weight, latent, 0.5 * row_norms(weight), few)
     assert not torch.equal(wrong, right)
 
