@@ -86,7 +86,7 @@ class RunningDecoder:
     def at_same_width(self, request: Request) -> list[Generation]:
         """What the target says alone with as many tokens in a pass as this decoder's verify has; untimed."""
         if self._at_width is None:
-            alone = {"num_proposals": None, "proposer": {}, "verify_width": self.width}
+            alone: dict[str, object] = {"num_proposals": None, "proposer": {}, "verify_width": self.width}
             self._at_width = Engine(self.target, None, self.engine.options.model_copy(update=alone))
         return self._at_width.decode(request)
 

@@ -88,13 +88,17 @@ class BenchAnswer(Record):
         return counted_verifies(self.accept_lengths, self.finish_reason)
 
 
+Came = Literal["prefill", "accepted", "corrected", "bonus"]
+"""How a token came: with the prompt, drafted and accepted, in place of a refused proposal, after a whole block."""
+
+
 class ShownToken(Record):
     """A token of a shown text. came: how. slot: 1-based place among the verify's proposals; the token after the
     accepted ones has the next. draft, target: the chance that either gave it (None: not known). instead: what the
     draft had proposed there, and its own chance of that."""
 
     text: str
-    came: Literal["prefill", "accepted", "corrected", "bonus"]
+    came: Came
     slot: int
     target: float | None = None
     draft: float | None = None

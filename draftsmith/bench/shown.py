@@ -8,7 +8,7 @@ from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.decoders import proposals as proposals_of
 from draftsmith.bench.options import BenchOptions
-from draftsmith.bench.records import BenchAnswer, ShownText, ShownToken
+from draftsmith.bench.records import BenchAnswer, Came, ShownText, ShownToken
 from draftsmith.targets.target import Target
 
 
@@ -46,7 +46,7 @@ def show(
             # The end of the answer may have cut an accepted proposal.
             ended = slot == length and place == len(ids) - 1 and slot <= most and right
             last = slot == length and not ended
-            came = "accepted" if not last else "bonus" if slot > most else "corrected"
+            came: Came = "accepted" if not last else "bonus" if slot > most else "corrected"
             wrong = last and guess is not None and not right
             tokens.append(
                 ShownToken(
