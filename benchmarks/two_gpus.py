@@ -18,6 +18,7 @@ the call, since the other processes would wait for the one that failed.
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -343,6 +344,9 @@ def main() -> None:
         if RANK == 0:
             seconds = round(time.monotonic() - started, 1)
             print(json.dumps({"part": part, "processes": COUNT, **told, "part_s": seconds}), flush=True)
+        torch._dynamo.reset()  # another shape is not to be compiled as a variant of this one
+        gc.collect()
+        torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
 

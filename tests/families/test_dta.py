@@ -47,7 +47,7 @@ class OneSlotOff:
 @pytest.mark.slow
 @pytest.mark.parametrize("weighting", DPACE, ids=lambda weighting: weighting["variant"])
 def test_dpace_commits_the_maximum(weighting: dict[str, Any]) -> None:
-    check(*train_counting({"algorithm": "dflash", "objective": {"weighting": weighting}}))
+    check(*train_counting({"algorithm": "dflash", "objective": {"weighting": weighting}}, steps=160))
 
 
 @cache

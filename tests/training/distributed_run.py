@@ -47,7 +47,8 @@ def run_jobs(jobs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     for job in jobs:
         try:
-            print("done", train_job(**job).step, flush=True)
+            sys.stdout.write(f"done {train_job(**job).step}\n")  # at once: processes share a launcher's output
+            sys.stdout.flush()
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # a launcher ends all at the first error, and that is to be the next job's
         except DraftsmithError as error:
