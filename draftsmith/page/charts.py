@@ -166,8 +166,8 @@ def _ticks(low: float, high: float, wanted: int) -> list[float]:
         return [low]
     raw = (high - low) / wanted
     power = 10 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
     if low == int(low) and high == int(high) and high - low > 1:
-        step = max(1, step)
+        step = math.ceil(step)
     first = math.ceil(low / step)
     return [tick * step for tick in range(first, math.floor(high / step + 1e-9) + 1)]
