@@ -226,3 +226,10 @@ def test_the_qwen3_recipes_hold_the_published_hyper_parameters(name, hidden_size
     assert (train.num_anchors, train.epochs, train.lr, train.warmup_ratio, train.clip) == (512, 6, 6e-4, 0.04, 1.0)
     assert recipe.data.max_length == 3072
     assert train.tokens_per_row >= recipe.data.max_length
+
+
+@pytest.mark.parametrize(("written", "meant"), [("off", "off"), ("on", "on"), ("auto", "auto")])
+def test_switches_are_what_they_read_as(written, meant):
+    """YAML takes an unquoted on or off for a truth value."""
+    recipe = load_recipe("smollm2-dflash", [f"target.fuse={written}"])
+    assert recipe.target.fuse == meant

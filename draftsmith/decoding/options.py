@@ -1,13 +1,10 @@
 """The typed options of the engine."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-
-def _yaml_switch(value: object) -> object:
-    """YAML reads on and off without quotes as true and false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+from draftsmith.switch import Switch
 
 
 class EngineOptions(BaseModel):
@@ -32,7 +29,7 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    graphs: Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_switch)] = "auto"
+    graphs: Switch = "auto"
     max_graphs: int = Field(default=16, ge=1)
     slots: int | None = Field(default=None, ge=1)
     batch_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)

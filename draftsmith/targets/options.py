@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftsmith.switch import Switch
+
 
 class TargetOptions(BaseModel):
     """Which model is the target, and how it is loaded. Unknown keys are errors."""
@@ -16,10 +18,9 @@ class TargetOptions(BaseModel):
     )
     device: str = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda, cuda:1 ...")
     revision: str | None = Field(default=None, description="Hub branch, tag or commit.")
-    fuse: str = Field(
+    fuse: Switch = Field(
         default="auto",
         description="Join weights and run fused kernels when decoding: on, off, or auto (on a CUDA device, for the "
         "kinds of model that are known).",
-        pattern="^(auto|on|off)$",
     )
     trust_remote_code: bool = Field(default=False, description="Run model code that the checkpoint brings along.")
