@@ -1,10 +1,14 @@
 """The copies that a forward computes with."""
 
+import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from draftsmith.training.run import train
 from draftsmith.training.working import working_weights
+from tests.training.counting import QUIET, options, section
+from tests.training.test_train import entries
 
 
 class Net(nn.Module):
@@ -71,3 +75,21 @@ def test_a_changed_weight_changes_the_next_copies():
         net.layers[2].weight.add_(0.25)
     _, after = _loss(net, torch.bfloat16, ids)
     assert before.item() != after.item()
+
+
+def test_a_run_in_bf16_follows_one_in_fp32(target, store, tmp_path):
+    losses = []
+    for precision in ("fp32", "bf16"):
+        train(
+            draft_section=section(),
+            target=target,
+            ends=target.ends,
+            store=store,
+            run_dir=tmp_path / precision,
+            options=options(precision=precision, max_steps=12, lr=3e-3, eval_share=0.0),
+            track=QUIET,
+        )
+        losses.append([entry["loss"] for entry in entries(tmp_path / precision, "train")])
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert losses[0] != losses[1]
+    assert losses[1][-1] < losses[1][0] - 0.3
