@@ -14,7 +14,7 @@ CASES = {
     "block both ways, window, cap": dict(
         batch=2, heads=4, kv=1, width=7, dim=128, length=190, causal=False, window=40, softcap=30.0
     ),
-    "more rows than a tile": dict(batch=1, heads=6, kv=1, width=32, dim=64, length=97, causal=True),
+    "more rows than a tile": dict(batch=1, heads=5, kv=1, width=27, dim=16, length=97, causal=True),
     "a prompt's chunk": dict(batch=1, heads=2, kv=1, width=75, dim=64, length=140, causal=True, window=30),
 }
 
@@ -77,6 +77,7 @@ def test_a_query_is_the_same_from_any_slot_and_beside_any_neighbour():
 def test_every_query_may_say_its_own_position():
     """As at a row's limit, where a verify's last tokens are all put on the last position."""
     (q, k, v, start), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=11)
+    q, k, v = q[:, :2, :], k[:, :1], v[:, :1]
     positions = torch.minimum(start[:, None] + torch.arange(5), start[:, None] + torch.tensor([[2], [9]]))
     actual = block_attention(q, k, v, positions, **options, chunk=64)
     torch.testing.assert_close(actual, block_attention_reference(q, k, v, positions, **options), atol=1e-5, rtol=1e-5)
@@ -86,6 +87,7 @@ def test_every_query_may_say_its_own_position():
 
 def test_the_cache_may_be_longer_than_needed():
     (q, k, v, _), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=13)
+    q, k, v = q[:, :2, :3], k[:, :1], v[:, :1]
     start = torch.tensor([60, 90])
     whole = block_attention(q, k, v, start, **options, chunk=64)
     assert torch.equal(block_attention(q, k[:, :, :100], v[:, :, :100], start, **options, chunk=64), whole)

@@ -91,7 +91,7 @@ def test_addends_norms_after_sublayers_and_tables():
 @pytest.mark.parametrize("heads_per_program", [1, 8])
 def test_rope_cache_at_positions_of_each_token(heads_per_program):
     torch.manual_seed(heads_per_program)
-    batch, width, heads, kv_heads, dim, length = 2, 3, 7, 2, 16, 30
+    batch, width, heads, kv_heads, dim, length = 2, 2, 3, 2, 16, 30
     qkv = torch.randn(2, batch, width, (heads + 2 * kv_heads) * dim)
     angles = torch.rand(length, dim // 2) * 6
     cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
