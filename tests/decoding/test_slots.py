@@ -201,6 +201,17 @@ def test_rows_of_different_options_get_the_distributions_of_their_own() -> None:
         assert not torch.equal(together[first], distribution(logits[first : first + 1], options[second])[0])
 
 
+def test_greedy_rows_beside_rows_whose_proposals_are_drawn(target: Target) -> None:
+    """A method that draws its proposals from a distribution of its own: each row is verified by its own rule."""
+    head = {"markov_rank": 3, "markov_head_type": "rnn", "enable_confidence_head": False}
+    draft = tiny_draft(target, architecture="dspark", head={**head, "confidence_head_with_markov": False})
+    asked = [Request.of([[5, 3, i]], max_new_tokens=12, sampling=SAMPLINGS[i], seed=[i]) for i in (0, 1, 0, 3)]
+    engine = Engine(target, draft, EngineOptions(slots=4, max_length=32))
+    answers = [answer for request in asked for answer in engine.submit(request)]
+    assert run(engine, answers) == [alone(target, draft, request) for request in asked]
+    assert answers[0].token_ids == answers[2].token_ids == alone(target, None, asked[0]).token_ids
+
+
 # --- prefill ----------------------------------------------------------------------------------------------------------
 
 
