@@ -120,7 +120,10 @@ def test_a_list_or_nothing_is_no_recipe(tmp_path):
         (with_value("train", "warmup_ration", 0.1), "`warmup_ratio`"),
         (with_value("draft", "blocksize", 8), "unknown key `blocksize` in section `draft`; did you mean `block_size`"),
         (with_value("target", "mask_token_id", 8), "`mask_token_id` in section `target`; it belongs under `draft`"),
-        (with_value("target", "zzz", 8), "unknown key `zzz` in section `target`; valid keys: device, dtype, fuse, path"),
+        (
+            with_value("target", "zzz", 8),
+            "unknown key `zzz` in section `target`; valid keys: device, dtype, fuse, path",
+        ),
         ({**MINIMAL, "trian": {}}, "unknown key `trian` at the top of the recipe; did you mean `train`"),
         (
             with_value("draft", "objective", {"weighting": {"kind": "decay", "gama": 2}}),

@@ -22,7 +22,7 @@ def leading_correct(correct: Tensor, label_mask: Tensor, first_label: Tensor) ->
 def counted_verifies(accept_lengths: Sequence[int], finish_reason: str) -> list[int]:
     """The verifies of an answer that its accept length is the mean of: tokens committed by each.
 
-    The last verify of an answer that met its length limit is left out: the limit, not the draft, may have cut it. A stop
-    token is part of the text, so the verify that commits it counts, with the tokens up to it.
+    The last verify of an answer that met its length limit is left out: the limit, not the draft, may have cut it. A
+    stop token is part of the text, so the verify that commits it counts, with the tokens up to it.
     """
     return list(accept_lengths[:-1] if finish_reason == "length" else accept_lengths)

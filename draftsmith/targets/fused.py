@@ -166,8 +166,8 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ke
     """A `FusedDecoder` for a Hugging Face decoder, whose weights are joined in place.
 
     config: its text configuration; embed: token ids to what the first layer reads; cache: an empty one for one row of
-    a few tokens, for the comparison of both ways. Raises `DraftsmithError` for a model that cannot be fused, by name, and
-    for one whose fused results are not its own; the model's own code computes what it did in either case.
+    a few tokens, for the comparison of both ways. Raises `DraftsmithError` for a model that cannot be fused, by name,
+    and for one whose fused results are not its own; the model's own code computes what it did in either case.
     """
     style = style_of(decoder.layers)
     ropes = _layer_ropes(decoder, config, style.rope_by_layer_type)
