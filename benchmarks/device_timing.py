@@ -1,12 +1,8 @@
 """What the benchmarks on a GPU share: timing, profiles, bandwidth, and lines of JSON."""
 
 import json
-import os
-import signal
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,35 +13,16 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """While open, the process group that the variable PAUSE_GROUP names, if it does, stands still: the device is this
-    process's only. The group may have ended."""
-    group = int(os.environ.get("PAUSE_GROUP", "0"))
-    if group == 0:
-        yield
-        return
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGSTOP)
-        time.sleep(0.1)  # what it had launched comes to its end
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGCONT)
-
-
 def median_ms(run: Callable[[], object], repeats: int = 7, inner: int = 5) -> float:
     times = []
-    with alone():
-        for _ in range(repeats):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(inner):
-                run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / inner)
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(inner):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / inner)
     return statistics.median(times)
 
 
@@ -61,7 +38,7 @@ def profile(run: Callable[[], object], steps: int, rows: int) -> tuple[float, st
     """Share of the time in which no kernel runs, and the kernels that take longest."""
     run()
     torch.cuda.synchronize()
-    with alone(), torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(steps):
             run()
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from device_timing import alone, measured_bandwidth, median_ms, profile, say
+from device_timing import measured_bandwidth, median_ms, profile, say
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.decoding.cache import ContextCache, FusedBlocks
@@ -215,12 +215,11 @@ class Bench:
             for _ in range(6):
                 engine.step()
             torch.cuda.synchronize()
-            with alone():
-                begin = time.perf_counter()
-                for _ in range(40):
-                    engine.step()
-                torch.cuda.synchronize()
-                wall = (time.perf_counter() - begin) / 40 * 1e3
+            begin = time.perf_counter()
+            for _ in range(40):
+                engine.step()
+            torch.cuda.synchronize()
+            wall = (time.perf_counter() - begin) / 40 * 1e3
             replay, _, _ = step_graph(self.engine(drafted, batch), batch, context)
             replays = median_ms(replay, inner=20)
             idle, _ = profile(engine.step, 10, 1)
@@ -274,12 +273,11 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
             prompt = torch.randint(VOCABULARY - 1, (length,)).tolist()
             (answer,) = engine.submit(_request(prompt, 16))
-            with alone():
-                begin = time.perf_counter()
-                while not answer.token_ids:
-                    engine.step()
-                torch.cuda.synchronize()
-                seconds = time.perf_counter() - begin
+            begin = time.perf_counter()
+            while not answer.token_ids:
+                engine.step()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin
             assert engine.pool is not None
             over = torch.cuda.max_memory_allocated() - before - pool_bytes(engine.pool)
             say(
@@ -334,8 +332,7 @@ class Bench:
         prompt = torch.randint(VOCABULARY - 1, (1, 512), device="cuda")
         with torch.no_grad():
             dflash_generate(theirs, self.target.model, prompt, 4, None, return_stats=True)
-            with alone():
-                stats = dflash_generate(theirs, self.target.model, prompt, 12, None, return_stats=True)
+            stats = dflash_generate(theirs, self.target.model, prompt, 12, None, return_stats=True)
         cycles = len(stats.acceptance_lengths)
         total = stats.time_per_output_token * stats.num_output_tokens
         say(part="zlab", context=512, cycles=cycles, ms_per_cycle=round(total / cycles * 1e3, 2))

@@ -22,9 +22,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Train, convert and run DFlash-family drafters for lossless speculative decoding.\n\n"
-    "The way of a run: **regenerate** answers, **capture** features, **train**, **export**, **bench**. Every command "
-    "takes a recipe (a YAML file, or the name of a shipped one) and dotted overrides, and works below the directory "
-    "that the recipe calls `run`. Begin with `draftsmith demo`.",
+    "The way of a run: **regenerate** answers, **capture** features, **train**, **export**, **bench**. The "
+    "commands of a run take a recipe (a YAML file, or the name of a shipped one) and dotted overrides, and work below "
+    "the directory that the recipe calls `run`. Begin with `draftsmith demo`.",
 )
 
 RecipeArgument = Annotated[

@@ -33,6 +33,7 @@ GPU_OVERRIDES = (
     "train.num_anchors=256",
     "train.tokens_per_row=2048",
     "train.precision=bf16",
+    "bench.limit=null",
     "bench.max_new_tokens=256",
 )
 

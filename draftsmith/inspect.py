@@ -231,9 +231,11 @@ def recipe_draft(recipe: Recipe) -> DraftConfig:
 def comparison_table(found: Comparisons) -> RenderableType:
     """Two drafts' figures side by side, with the change and what may be said of it."""
     table = Table(title=f"{found.second} against {found.first}", title_justify="left")
-    for column in ("figure", "batch"):
-        table.add_column(column)
-    for column in ("A", "B", "change (95 %)", "pairs"):
+    table.add_column("figure", no_wrap=True)  # a narrow terminal wraps the words of a verdict instead
+    table.add_column("batch")
+    for column in ("A", "B"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("change (95 %)", "pairs"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
     for row in found.rows:

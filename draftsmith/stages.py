@@ -77,7 +77,7 @@ class Stages:
         stage: str,
         settings: dict[str, Any],
         output: Path,
-        work: Callable[[], None],
+        work: Callable[[], bool | None],
         *,
         fresh: bool,
         **options: bool,

@@ -30,7 +30,7 @@ class Stamps:
         stage: str,
         settings: Mapping[str, Any],
         outputs: Sequence[Path],
-        work: Callable[[], object],
+        work: Callable[[], bool | None],
         *,
         redo: bool = False,
         keep_changed: bool = False,
@@ -39,8 +39,9 @@ class Stamps:
 
         A stage that was interrupted under the same settings is continued: its outputs are left for `work` to pick up.
         With changed settings, and neither `redo` here nor in the constructor, `DraftsmithError` names them;
-        `keep_changed` leaves outputs in place all the same, for work that checks by itself what may change. Returns
-        whether the work ran.
+        `keep_changed` leaves outputs in place all the same, for work that checks by itself what may change. `work` may
+        return whether the stage is finished with it; work that returns nothing finishes it. Returns whether the work
+        ran.
         """
         settings = json.loads(json.dumps(settings, default=str))
         stamp = self._read(stage)
@@ -53,8 +54,8 @@ class Stamps:
         if stamp is not None and stamp["finished"] and all(path.exists() for path in outputs):
             return False
         self._write(stage, settings, finished=False)
-        work()
-        self._write(stage, settings, finished=True)
+        finished = work()
+        self._write(stage, settings, finished=finished is None or finished)
         return True
 
     def finished(self, stage: str) -> dict[str, Any] | None:

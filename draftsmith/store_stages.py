@@ -46,11 +46,11 @@ class StoreStages(Stages):
 
     def remask(self) -> None:
         """The loss masks that the data gives now -> the feature store `features/`, whose features stay as they are."""
+        one_process("--remask")
         recipe, directory = self.recipe, self.recipe.features
         conversations = read_conversations(self._conversations_file())
 
-        def work() -> None:
-            one_process("--remask")
+        def work() -> bool:
             outline = self._outline()
             samples, tokenized = tokenize_all(conversations, outline.tokenizer, recipe.data)
             self.say(f"conversations: {tokenized.line()}")
@@ -63,6 +63,7 @@ class StoreStages(Stages):
             )
             for line in report.lines():
                 self.say(f"features: {line}")
+            return report.finished  # masks of a store that is not whole are new, and its capture goes on
 
         self._perform("capture", self._capture_settings(), directory, work, fresh=False, keep_changed=True)
 
@@ -77,11 +78,11 @@ class StoreStages(Stages):
         fresh: bool = False,
     ) -> None:
         """Feature files of another project -> the feature store `features/`; the arguments say what files do not."""
+        one_process("--import")
         recipe, directory = self.recipe, self.recipe.features
         said = ImportOptions(files, source, tap_ids, final_state)
 
         def work() -> None:
-            one_process("--import")
             if check_samples:
                 _ = self.target
             outline, layout = self._outline(), self._capture_layout()

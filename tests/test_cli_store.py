@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.capture.hf import HfBackend
 from draftsmith.data.sample import Sample
+from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.targets.target import Target
@@ -142,6 +143,22 @@ def test_import_needs_everything_that_files_do_not_say(recipe: Path, tmp_path: P
     assert "name them with --import" in fails("capture", recipe, "--tap-ids", "1")
     said = ("--import", tmp_path, "--from", "specforge", "--tap-ids", "1,x", "--final-state", "none")
     assert "--tap-ids is '1,x'" in fails("capture", recipe, *said)
+
+
+def test_capture_goes_on_after_the_masks_of_an_unfinished_store_were_rewritten(recipe: Path, tmp_path: Path) -> None:
+    small = "capture.shard_bytes=1"
+    succeed("capture", recipe, small)
+    features = tmp_path / "run" / "features"
+    (features / MANIFEST_FILE).unlink()  # as where a capture was killed before its last shard
+    last = max(features.glob("*.features.safetensors")).name.removesuffix(".features.safetensors")
+    for path in features.glob(f"{last}.*"):
+        path.unlink()
+    changed = f"data.conversations={conversations(tmp_path, 'tool')}"
+    _, said = succeed("capture", recipe, small, changed, "--remask")
+    assert "3 of 3 documents have a new loss mask" in said
+    assert "`draftsmith capture` goes on" in said
+    succeed("capture", recipe, small, changed)
+    assert sorted(record.sample_id for record in Store.open(features)) == ["c1", "c2", "c3", "c4"]
 
 
 def test_what_works_in_one_process_says_so(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

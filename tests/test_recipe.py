@@ -234,5 +234,5 @@ def test_the_qwen3_recipes_hold_the_published_hyper_parameters(name, hidden_size
 @pytest.mark.parametrize(("written", "meant"), [("off", "off"), ("on", "on"), ("auto", "auto")])
 def test_switches_are_what_they_read_as(written, meant):
     """YAML takes an unquoted on or off for a truth value."""
-    recipe = load_recipe("smollm2-dflash", [f"target.fuse={written}"])
+    recipe = load_recipe("smollm2-dflash", ["target.path=models/target", f"target.fuse={written}"])
     assert recipe.target.fuse == meant

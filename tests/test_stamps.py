@@ -82,3 +82,18 @@ def test_a_run_directory_that_cannot_be_is_an_error(tmp_path):
     with pytest.raises(DraftsmithError, match=r"run directory .*file cannot be written .*run=DIR"):
         Stamps(tmp_path / "file", redo=False).perform("capture", {}, [work.output], work)
     assert not work.output.exists()
+
+
+def test_work_that_is_not_done_leaves_its_stage_open(tmp_path):
+    work = Work(tmp_path / "out")
+
+    def some_of_it():
+        work()
+        return False
+
+    stamps = Stamps(tmp_path, redo=False)
+    assert stamps.perform("capture", {"a": 1}, [work.output], some_of_it)
+    assert stamps.finished("capture") is None
+    assert stamps.perform("capture", {"a": 1}, [work.output], work)
+    assert work.runs_kept == 2
+    assert stamps.finished("capture") == {"a": 1}

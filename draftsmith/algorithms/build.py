@@ -117,7 +117,7 @@ def _fresh(section: DraftSection, target: TargetFacts) -> dict[str, Any]:
         "intermediate_size": text.intermediate_size,
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": target.max_position_embeddings,
-        # Block inputs are scaled as the target scales its own (methods.md section 2).
+        # Block inputs are scaled as the target scales its own.
         "input_embedding_scale": target.embedding_scale if target.embedding_scale is not None else 1.0,
         "rope": _rope(section) or _target_rope(text),
         "layer_types": ("full_attention",) * layers,

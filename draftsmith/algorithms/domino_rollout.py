@@ -98,8 +98,8 @@ class KeyedDominoProposer:
         """Tokens [batch, P, M] that each step may read, and W_i x of them [batch, P, M, 3G] fp32: one pass over W_i
         for all steps. Step 0 reads the anchor; the others, mostly, one of the likeliest by base logits."""
         batch = len(anchor_ids)
-        if not self.kernels or self.table is not None or batch > GUESSED_ROWS:
-            return None
+        if not self.kernels or self.table is not None or batch > GUESSED_ROWS or block.search.part.parts > 1:
+            return None  # of a shared vocabulary, a process sees a part of the logits only
         tokens = torch.cat((anchor_ids.view(-1, 1, 1).expand(-1, 1, GUESSES), block.guesses(GUESSES)[:, :-1]), dim=1)
         flat = pack_keys(torch.zeros(1, device=tokens.device), tokens.flatten())
         return tokens, self._input_gates(flat, None).sum(0).view(*tokens.shape, -1)

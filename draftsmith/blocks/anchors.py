@@ -1,4 +1,4 @@
-"""Where the training blocks of a packed batch begin (methods.md section 4)."""
+"""Where the training blocks of a packed batch begin."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ def build_blocks(
     layout: BlockLayout,
     mask_token_id: int,
 ) -> Blocks:
-    """The blocks of a packed batch (methods.md sections 3 and 4).
+    """The blocks of a packed batch (DFlash, arXiv 2602.06036).
 
     input_ids, positions, document [R, S] int64, loss_mask [R, S] bool, as in a packed batch. A block reads the tokens
     of its visible slots, then the mask token; a visible slot past the end of the document reads the mask token too.

@@ -1,4 +1,4 @@
-"""Which slot of a block predicts which token: the one owner of that fact (methods.md section 3)."""
+"""Which slot of a block predicts which token: the one owner of that fact."""
 
 from dataclasses import dataclass
 from enum import StrEnum

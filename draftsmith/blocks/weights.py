@@ -1,4 +1,4 @@
-"""How much each label of a block counts: the position weights of methods.md section 5, as functions of tensors.
+"""How much each label of a block counts: position weights, as functions of tensors.
 
 Labels run along the last dimension, 0 to P-1. `first_label` [...] is the first label that a block has to predict (0, or
 more where a prefix is visible), from which positions count; `label_mask` [..., P] says which labels are supervised.

@@ -57,7 +57,8 @@ class CaptureOptions(BaseModel):
     shard_bytes: int = Field(
         default=DEFAULT_SHARD_BYTES,
         ge=1,
-        description="The most bytes of features in one file; a killed capture loses at most one such file's work.",
+        description="The most bytes of features in one file; a killed process loses what its memory holds, at most "
+        "four such files.",
     )
     max_refused_share: float = Field(
         default=0.01, ge=0, le=1, description="The largest share of unusable samples that is put up with."

@@ -12,7 +12,7 @@ from draftsmith.errors import DraftsmithError
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen: temperature, then top-k, then top-p, then renormalised (methods.md section 6.3).
+    """How tokens are chosen: temperature, then top-k, then top-p, then renormalised.
 
     `temperature` 0 means greedy (the most likely token, ties to the lowest id); `top_k` 0 and `top_p` 1 mean off.
     Raises `DraftsmithError` for values outside temperature >= 0, top_k >= 0, 0 < top_p <= 1. Greedy decoding takes the

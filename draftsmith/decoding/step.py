@@ -55,7 +55,7 @@ class Stepper:
             proposals = None
         else:
             config = self.drafting.draft.config
-            # Block ids: the anchor, then masks (methods.md section 4).
+            # Block ids: the anchor, then masks (DFlash, arXiv 2602.06036).
             anchors, block, positions = state.open(
                 width=self.width, block=config.block_size, filler=config.mask_token_id, window=window
             )

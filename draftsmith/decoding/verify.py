@@ -1,4 +1,4 @@
-"""Which proposals stand, and what the target says instead: pure functions of tensors (methods.md section 6.3)."""
+"""Which proposals stand, and what the target says instead: pure functions of tensors (Leviathan et al., 2211.17192)."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ def verify_chosen(chosen: Tensor, proposed: Tensor, proposed_count: Tensor | Non
     all.
 
     For a draw y ~ p the proposal x is accepted when y = x, which happens with probability p(x); otherwise y is
-    distributed as p without x. That is the acceptance rule of methods.md section 6.3 for deterministic proposals;
+    distributed as p without x. That is the rule of speculative sampling (arXiv 2211.17192) for deterministic proposals;
     beyond it, with noise that belongs to the position, the output is the very one of plain sampling with the same
     seed.
     """

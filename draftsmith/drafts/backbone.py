@@ -83,7 +83,7 @@ class Attention(nn.Module):
     def keys_values(self, states: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values of `states` [R, tokens, H]: each [R, kv_heads, tokens, d].
 
-        Context features come as they are, block slots layer-normed (methods.md section 2); cosine and sine
+        Context features come as they are, block slots layer-normed (DFlash, arXiv 2602.06036); cosine and sine
         [R, tokens, rotary_dim].
         """
         values = self._split(self.v_proj(states)).transpose(1, 2)

@@ -119,7 +119,7 @@ def _layer_ids(value: Any, info: ValidationInfo) -> tuple[int, ...]:
 
 
 class DraftConfig(_Checked):
-    """Canonical configuration of a draft network (fields as in layouts.md; see `layouts` for how files spell them).
+    """Canonical configuration of a draft network (see `layouts` for how files spell the fields).
 
     Every fault raises `DraftConfigError`, which names the field, the value and what is allowed. `dtype` is the dtype
     of the exported weights; the parameters in memory may be wider. `causal` overrides, for all layers, whether slots

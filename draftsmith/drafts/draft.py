@@ -29,7 +29,7 @@ class DraftWeightsError(DraftsmithError):
 class Draft(nn.Module):
     """The network that proposes blocks. It owns no vocabulary: embeddings and the output head are the target's.
 
-    Parameters are named as in files (layouts.md), after a first component that says whether they belong to the
+    Parameters are named as in files of the z-lab layout, after a first component that says whether they belong to the
     `backbone` or to the `head`.
     """
 

@@ -37,7 +37,7 @@ class FusedDraft:
 
     def __init__(self, draft: Draft, *, skinny: bool = True) -> None:
         """skinny: products of a few rows by `skinny_linear`, whose addends the next kernel sums."""
-        # Triton is there wherever torch has a GPU, and only there.
+        # Triton is there wherever torch has a GPU, and need not be elsewhere.
         from draftsmith.kernels import (
             block_attention,
             context_append,

@@ -16,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 class CaptureLayout:
     """The features that a method needs of every token.
 
-    `tap_ids` are 0-based decoder layers whose output is kept, concatenated in this order (methods.md section 1);
+    `tap_ids` are 0-based decoder layers whose output is kept, concatenated in this order (`targets.taps`);
     `final_state` says whether the state that enters the output head (after the final norm) is kept too. `dtype` is what
     files hold; torch.float8_e4m3fn stands for 8-bit values with a scale per token and layer (`features.encoding`).
     """

@@ -1,1 +1,1 @@
-"""Fused operations, each beside the plain PyTorch reference that it equals."""
+"""Fused operations, each with the plain PyTorch reference that it equals: in its own file, or where it is used."""

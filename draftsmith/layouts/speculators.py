@@ -1,4 +1,4 @@
-"""The speculators layout, which vLLM serves by itself: the target's ends inside, taps counted from one (layouts.md)."""
+"""The speculators layout, which vLLM serves by itself: the target's ends inside, taps counted from one."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""The z-lab layout: what DFlash was published in, and what SGLang, vLLM and others load (layouts.md)."""
+"""The z-lab layout: what DFlash was published in, and what SGLang, vLLM and others load."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -225,7 +225,7 @@ def _layer_ropes(decoder: Any, config: Any, by_layer_type: bool) -> list[tuple[T
         if kind["rope_type"] in _LENGTH_DEPENDENT_ROPE:
             raise DraftsmithError(
                 f"the target's rope of type {kind['rope_type']!r} depends on the length of the text and cannot be "
-                "fused (leave target.fuse at 'off')"
+                "fused (set target.fuse to 'off')"
             )
     weight = decoder.norm.weight
     positions = torch.arange(config.max_position_embeddings + _TABLE_MARGIN, device=weight.device)[None]

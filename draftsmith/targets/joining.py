@@ -90,7 +90,7 @@ def style_of(layers: Sequence[nn.Module]) -> BlockStyle:
     if unknown or len(kinds) != 1:
         raise DraftsmithError(
             f"layers of kind {', '.join(sorted(kinds))} cannot be fused; known are {', '.join(sorted(STYLES))} "
-            "(leave target.fuse at 'off': the model's own code then runs)"
+            "(set target.fuse to 'off': the model's own code then runs)"
         )
     return STYLES[kinds.pop()]
 
@@ -142,7 +142,7 @@ def _join_mlp(mlp: Any, config: Any) -> GatedMLP | nn.Module:
     if activation not in ACTIVATIONS:
         raise DraftsmithError(
             f"the target's activation {activation!r} cannot be fused; known are {', '.join(ACTIVATIONS)} "
-            "(leave target.fuse at 'off')"
+            "(set target.fuse to 'off')"
         )
     return GatedMLP(_join([mlp.gate_proj, mlp.up_proj]), _single(mlp.down_proj), activation)
 
@@ -174,5 +174,5 @@ def _check_plain(module: Any) -> None:
     if type(module) is not nn.Linear:
         raise DraftsmithError(
             f"a projection of the target is a {type(module).__name__}; only plain linear layers can be fused "
-            "(leave target.fuse at 'off')"
+            "(set target.fuse to 'off')"
         )

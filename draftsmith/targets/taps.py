@@ -1,4 +1,4 @@
-"""Which hidden state a tap id means: the one owner of that fact (methods.md section 1).
+"""Which hidden state a tap id means: the one owner of that fact.
 
 Tap id `i` is 0-based and means the residual stream after decoder layer `i`, before any final norm. Hugging Face's
 `output_hidden_states` gives the same tensor at index `i + 1`, except for the last layer, where it gives the normed

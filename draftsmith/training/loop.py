@@ -238,13 +238,17 @@ class Loop:
             return {}
         weights = whole(self.draft_loss.draft.state_dict())
         values: dict[str, float] = {}
+        failure = None
         if self.accelerator.is_main_process:
             config = self.draft_loss.draft.config
             with torch.device("meta"):
                 draft = Draft(config)
             draft.load_state_dict({n: w.to(config.torch_dtype, copy=True) for n, w in weights.items()}, assign=True)
-            values = self.evaluate_generate(draft.to(self.device).eval())
-        self.accelerator.wait_for_everyone()
+            try:
+                values = self.evaluate_generate(draft.to(self.device).eval())
+            except DraftsmithError as error:
+                failure = error
+        raise_together(failure)
         return {f"generate_{name}": value for name, value in values.items()}
 
     def _log_window(self, rate: float, norm: Tensor, epoch: int) -> None:

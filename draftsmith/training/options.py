@@ -68,8 +68,8 @@ class TrainOptions(_Section):
     gradient_checkpointing: bool = False
     """Compute a layer's activations again in the backward pass instead of keeping them: less memory, more time."""
     compile: bool | Literal["auto"] = "auto"
-    """Fuse each layer's operations with torch.compile, which takes about a minute at the first step and again when the
-    shape of a batch first changes. auto: on CUDA."""
+    """Fuse each layer's operations with torch.compile, which takes half a minute to a minute at the first step and
+    again when the shape of a batch first changes. auto: on CUDA."""
 
     features: Literal["store", "online"] = "store"
     """store: read what `capture` wrote. online: run the frozen target beside the training, storing nothing."""

@@ -100,7 +100,7 @@ class Case:
 
 
 def slot_logits(draft: Draft, target: Target, hidden: list[Tensor], previous: list[int]) -> tuple[list, list, list]:
-    """Per slot: unary logits, final logits, confidence logit (or None), from the equations of methods.md."""
+    """Per slot: unary logits, final logits, confidence logit (or None), by the equations of DSpark (2607.05147)."""
     parameters = {name.removeprefix("head."): p for name, p in draft.named_parameters() if name.startswith("head.")}
     w1, w2 = (parameters[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
     state = torch.zeros(w1.shape[1])

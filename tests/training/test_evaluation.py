@@ -125,7 +125,8 @@ def test_only_whole_blocks_count(parts):
 
 def test_a_draft_that_is_always_right_has_the_accept_length_of_the_whole_block(parts):
     loss, evaluation = parts
-    objective = loss._objective
+    (compute,) = loss._compute
+    objective = compute._objective
 
     class Right:
         def terms(self, draft, ends, outputs):
@@ -133,7 +134,7 @@ def test_a_draft_that_is_always_right_has_the_accept_length_of_the_whole_block(p
             right = label_metrics(outputs.blocks.labels, outputs.blocks)
             return Terms(terms.numerator, terms.denominator, {**terms.metrics, **right})
 
-    loss._objective = Right()
+    compute._objective = Right()
     averages = evaluation().run(loss, torch.device("cpu"), 0.0, Accelerator(cpu=True))
     assert averages["accept_length"] == 4.0
     assert averages["accuracy"] == [1.0, 1.0, 1.0]
