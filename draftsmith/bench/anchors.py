@@ -7,7 +7,6 @@ verifies begin: `replay` walks it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,15 +68,14 @@ def proposals_at(
     anchors: Sequence[int],
     *,
     settings: Sequence[tuple[str, float]] = (),
-    options: dict[str, Any] | None = None,
 ) -> Proposed:
     """The draft's greedy proposals at `anchors` (positions) of a text, each as if a verify began there.
 
-    settings: (trimming option, value) pairs to try; options: trimming options that hold throughout.
+    settings: (trimming option, value) pairs to try.
     """
     config, method = draft.config, algorithm_for(draft.config)
     layout = method.block_layout(config)
-    stepwise = method.stepwise_options | (options or {})
+    stepwise = method.stepwise_options
     proposer = method.proposer(draft, target.ends, None, **stepwise)
     trimming = {s: method.proposer(draft, target.ends, None, **stepwise, **dict([s])) for s in settings}
     context = _context(target, draft, token_ids)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.sight import Sight, sight
-from draftsmith.drafts.attention import AttentionKind
+from draftsmith.drafts.attention import AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
 
 if TYPE_CHECKING:
@@ -99,6 +99,4 @@ class AnchoredBlockAttention:
         mixed, lse = anchored_attention(q, context_k, context_v, block_k, block_v, self.runs[kind], scale=scale)
         if sinks is None:
             return mixed
-        # One more column in the softmax, with weight exp(sink) and no value, shrinks the output by what it takes.
-        kept = torch.sigmoid(math.log(2) * lse - sinks.float().view(1, -1, 1))  # [R, heads, T]
-        return (mixed * kept.unsqueeze(-1)).to(mixed.dtype)
+        return with_sinks(mixed, math.log(2) * lse, sinks)

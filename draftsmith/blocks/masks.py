@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from draftsmith.blocks.anchored import anchored_attention
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.sight import Sight, sight
-from draftsmith.drafts.attention import AttentionKind, BlockAttention, DenseBlockAttention
+from draftsmith.drafts.attention import AttentionKind, BlockAttention, DenseBlockAttention, with_sinks
 from draftsmith.errors import DraftsmithError
 
 TILE = 128
@@ -126,9 +126,7 @@ class FlexBlockAttention:
         if sinks is None:
             return self._attend(q, keys, values, **shared)
         mixed, aux = self._attend(q, keys, values, return_aux=AuxRequest(lse=True), **shared)
-        # One more column in the softmax, with weight exp(sink) and no value, shrinks the output by what it takes.
-        kept = torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1))  # [R, heads, N*B]
-        return (mixed * kept.unsqueeze(-1)).to(mixed.dtype)
+        return with_sinks(mixed, aux.lse, sinks)
 
 
 def flex_block_attention(

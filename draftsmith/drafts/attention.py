@@ -93,3 +93,13 @@ def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: 
     scores = scores.masked_fill(~visible, float("-inf"))
     weights = torch.cat((scores, sinks.to(dtype)), dim=-1).softmax(dim=-1)[..., :-1]
     return (weights @ v.to(dtype)).to(v.dtype)
+
+
+def with_sinks(mixed: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention's output mixed [R, heads, Q, d] as it is with sinks [heads]; lse [R, heads, Q] fp32, the natural
+    logarithm of the softmax's denominator without them.
+
+    One more column in the softmax, with weight exp(sink) and no value, shrinks the output by what it takes.
+    """
+    kept = torch.sigmoid(lse - sinks.float().view(1, -1, 1))  # [R, heads, Q]
+    return (mixed * kept.unsqueeze(-1)).to(mixed.dtype)

@@ -31,8 +31,8 @@ class Bar:
     high: float | None = None
 
 
-def bars(groups: Mapping[str, Sequence[Bar]], label: str, *, start: float = 0.0) -> str:
-    """Horizontal bars from `start` on in named groups (a group named "" has no heading), with whiskers where there is
+def bars(groups: Mapping[str, Sequence[Bar]], label: str) -> str:
+    """Horizontal bars from 0 on in named groups (a group named "" has no heading), with whiskers where there is
     an interval; `label` says what the length is."""
     drawn = {name: group for name, group in groups.items() if group}
     if not drawn:
@@ -43,10 +43,10 @@ def bars(groups: Mapping[str, Sequence[Bar]], label: str, *, start: float = 0.0)
     right = 24 + 7 * max(len(bar.shown) for bar in everything)
     longest = max(bar.value for bar in everything)
     most = min(max(bar.high or bar.value for bar in everything), 1.6 * longest)  # wilder intervals run off the edge
-    scale = (WIDTH - left - right) / max(most - start, 1e-9)
+    scale = (WIDTH - left - right) / max(most, 1e-9)
 
     def at(value: float) -> float:
-        return left + min(max(value - start, 0.0), most - start) * scale
+        return left + min(max(value, 0.0), most) * scale
 
     marks, y = [], 4.0
     for name, group in drawn.items():
