@@ -1,6 +1,5 @@
 """The command line: each command reads a recipe and calls one function."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ import typer
 from rich.console import Console
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.option_rules import CHECKED_IMPORTS, import_request, refuse_together, refuse_without
+from draftsmith.reporting import reporting, say
 
 # What imports torch is imported inside the commands, so that `draftsmith --help` answers at once.
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def demo(
 
     Example: `draftsmith demo --run runs/demo`
     """
-    with _reporting(run):
+    with reporting(run):
         from draftsmith.console import start_console
         from draftsmith.demo import run_demo
 
@@ -96,8 +97,12 @@ def capture(
         str | None, typer.Option(help="The imported final state: post_norm, pre_norm, or none.")
     ] = None,
     check_samples: Annotated[
-        int, typer.Option(help="Imported documents to compare with what the target itself computes; 0 loads no target.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            help="Imported documents to compare with what the target itself computes; 0 loads no target. "
+            f"Left out: {CHECKED_IMPORTS}."
+        ),
+    ] = None,
 ) -> None:
     """Runs the target over conversations and stores the features that the draft's method needs.
 
@@ -107,23 +112,16 @@ def capture(
 
     Example: `draftsmith capture my.yaml data.conversations=chats.jsonl`
     """
-    said = {"--from": source, "--tap-ids": tap_ids, "--final-state": final_state}
+    with reporting():
+        refuse_together("--remask", remask, {"--fresh": fresh}, "--fresh removes the features that --remask keeps")
+        request = import_request(foreign, source, tap_ids, final_state, check_samples, remask=remask)
     with _workspace(recipe, overrides) as workspace:
-        if foreign is None:
-            given = [name for name, value in said.items() if value is not None]
-            if given:
-                raise DraftsmithError(f"{given[0]} says what imported files hold; name them with --import")
-            workspace.remask() if remask else workspace.capture(fresh=fresh)
-            return
-        missing = [name for name, value in said.items() if value is None]
-        if missing or remask:
-            wrong = f"{', '.join(missing)} missing" if missing else "--remask given too"
-            raise DraftsmithError(
-                f"--import needs what the files do not say: --from, --tap-ids, --final-state ({wrong})"
-            )
-        workspace.import_features(
-            foreign, str(source), _layers(str(tap_ids)), str(final_state), check_samples=check_samples, fresh=fresh
-        )
+        if request is not None:
+            workspace.import_features(request, fresh=fresh)
+        elif remask:
+            workspace.remask()
+        else:
+            workspace.capture(fresh=fresh)
 
 
 @app.command()
@@ -143,6 +141,9 @@ def train(
 
     Example: `draftsmith train my.yaml train.lr=3e-4 train.epochs=2`
     """
+    with reporting():
+        refuse_together("--dry-run", dry_run, {"--fresh": fresh}, "--dry-run removes nothing")
+        refuse_together("--resume", resume, {"--fresh": fresh}, "--fresh removes what --resume goes on from")
     with _workspace(recipe, overrides) as workspace:
         if dry_run:
             workspace.plan_training(resume=resume)
@@ -172,14 +173,14 @@ def export(
         with _workspace(run, overrides) as workspace:
             workspace.export(out, layout=layout)
         return
-    with _reporting(None):
+    with reporting():
         from draftsmith.console import start_console
         from draftsmith.recipe import load_export_options
         from draftsmith.workspace import export_directory
 
         start_console()
         named = [] if layout is None else [f"export.layout={layout}"]
-        export_directory(Path(run), load_export_options([*(overrides or []), *named]), out, say=_say)
+        export_directory(Path(run), load_export_options([*(overrides or []), *named]), out, say=say)
 
 
 @app.command()
@@ -203,16 +204,15 @@ def convert(
 
     Example: `draftsmith convert my-draft my-draft-vllm --layout speculators --target Qwen/Qwen3-8B`
     """
-    with _reporting(None):
-        from draftsmith.drafts.convert import convert as convert_draft
-        from draftsmith.drafts.convert import target_parts
+    with reporting():
+        from draftsmith.drafts import convert as conversion
 
-        parts = target_parts(target) if target else None
-        converted = convert_draft(
+        parts = conversion.target_parts(target, layout) if target else None
+        converted = conversion.convert(
             source, destination, layout, source_layout=source_layout, target=parts, allow_pickle=allow_pickle
         )
         for line in converted.lines():
-            _say(line)
+            say(line)
 
 
 @app.command()
@@ -236,10 +236,12 @@ def generate(
 
     Example: `draftsmith generate my.yaml -p "Count to twenty." --max-new-tokens 100`
     """
+    with reporting():
+        about_drafts = {"--draft": draft is not None, "--tuned": tuned is not None}
+        refuse_together("--plain", plain, about_drafts, "--plain decodes without a draft")
     with _workspace(recipe, overrides) as workspace:
-        texts = prompt or [sys.stdin.read().strip()]
         workspace.generate(
-            texts,
+            prompt or [sys.stdin.read().strip()],
             draft=draft,
             tuned=tuned,
             plain=plain,
@@ -287,13 +289,10 @@ def compare(
 
     Example: `draftsmith compare runs/a/bench.json runs/b/bench.json`
     """
-    with _reporting(None):
-        from draftsmith.bench.compare import compare as compare_reports
-        from draftsmith.bench.records import read_report
-        from draftsmith.inspect import comparison_table
+    with reporting():
+        from draftsmith.inspect import comparison
 
-        found = compare_reports(read_report(first), read_report(second), first_draft, second_draft)
-        Console().print(comparison_table(found))
+        Console().print(comparison(first, second, first_draft, second_draft))
 
 
 @app.command()
@@ -335,23 +334,17 @@ def inspect(
 
     Example: `draftsmith inspect runs/demo/features --verify`
     """
-    with _reporting(path):
+    with reporting(path):
+        refuse_together("--sample", sample is not None, {"--verify": verify}, "each shows another thing")
+        refuse_without("--sample", sample is not None, {"--tokenizer": tokenizer is not None})
         from draftsmith.console import start_console
-        from draftsmith.features.verify import verify_store
-        from draftsmith.inspect import inspect_directory, sample_view, store_directory
+        from draftsmith.inspect import inspect_directory, sample_view, verified_directory
 
         if sample is not None:
             Console().print(sample_view(path, sample, tokenizer))
         elif verify:
-            store = store_directory(path)
-            faults = verify_store(store, start_console())
-            for fault in faults:
-                _say(f"damaged: {fault}")
-            if faults:
-                raise DraftsmithError(
-                    f"{store} has {len(faults)} faults; delete both files of a damaged shard and capture again"
-                )
-            _say(f"{store}: every checksum, offset and value is as it should be")
+            store = verified_directory(path, start_console(), say)
+            say(f"{store}: every checksum, offset and value is as it should be")
         else:
             Console().print(inspect_directory(path))
 
@@ -380,7 +373,7 @@ def algorithms(
 
     Example: `draftsmith algorithms --recipe smollm2-dflash`
     """
-    with _reporting(None):
+    with reporting():
         from draftsmith.inspect import algorithm_table
         from draftsmith.recipe import load_recipe
 
@@ -389,48 +382,17 @@ def algorithms(
         Console().print(algorithm_table(None if recipe is None else load_recipe(recipe, overrides or [])))
 
 
-def _layers(text: str) -> tuple[int, ...]:
-    """Layer ids as `1,9,17`."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise DraftsmithError(f"--tap-ids is {text!r}; give layers separated by commas, such as 1,9,17") from None
-
-
-def _say(line: str) -> None:
-    """One line of result on standard error: standard output is for what a program may read. Of several processes that a
-    launcher started, the first one speaks."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 @contextmanager
 def _workspace(recipe: str, overrides: list[str] | None) -> Iterator["Workspace"]:
-    """The stages of a recipe, with errors reported as `_reporting` does."""
-    with _reporting(None):
+    """The stages of a recipe, with errors reported as `reporting` does."""
+    with reporting():
         from draftsmith.console import start_console
         from draftsmith.recipe import load_recipe
         from draftsmith.workspace import Workspace
 
         loaded = load_recipe(recipe, overrides or [])
-        with _reporting(loaded.run):
-            yield Workspace(loaded, progress=start_console(), say=_say)
-
-
-@contextmanager
-def _reporting(run: Path | None) -> Iterator[None]:
-    """A user's error is one message and exit status 1; Ctrl-C says what is kept, and exits with 130."""
-    complaints = Console(stderr=True)
-    try:
-        yield
-    except DraftsmithError as error:
-        complaints.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        kept = f" What is finished is kept in {run}: the same command goes on from there." if run else ""
-        complaints.print(f"interrupted.{kept}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
+        with reporting(loaded.run):
+            yield Workspace(loaded, progress=start_console(), say=say)
 
 
 def main() -> None:

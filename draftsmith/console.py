@@ -1,7 +1,6 @@
 """Progress on the console: a Rich bar with an ETA in a terminal, a plain line now and then in a log."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
+from draftsmith.launcher import is_first
 from draftsmith.progress import Progress as ProgressReport
 from draftsmith.progress import SilentProgress, Stage
 
@@ -132,9 +132,9 @@ class ConsoleProgress:
 def start_console() -> ProgressReport:
     """Sends draftsmith's log messages to standard error, above the bars, and returns the progress to report to.
 
-    Of several processes started together (RANK in the environment), only the first one draws.
+    Of several processes that a launcher started, only the first one draws.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first():
         return SilentProgress()
     disable_progress_bar()  # transformers' own bars would run into these
     console = Console(stderr=True)

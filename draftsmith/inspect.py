@@ -1,6 +1,7 @@
 """Says what a directory of draftsmith holds."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from transformers import AutoTokenizer
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
-from draftsmith.bench.compare import Comparisons
+from draftsmith.bench.compare import Comparisons, compare
 from draftsmith.bench.headline import estimate
+from draftsmith.bench.records import read_report
 from draftsmith.capture.plan import readable_bytes
 from draftsmith.data.chat import tokenizer_fingerprint
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE, STORE_DTYPES
 from draftsmith.features.reader import Store
+from draftsmith.features.verify import verify_store
 from draftsmith.layouts import read_directory
+from draftsmith.progress import Progress
 from draftsmith.recipe import Recipe, RunDirectory
 from draftsmith.stamps import STAGES
 from draftsmith.targets.description import TargetDescription
@@ -58,6 +62,22 @@ def store_directory(path: Path) -> Path:
         if (directory / MANIFEST_FILE).is_file():
             return directory
     raise DraftsmithError(f"{path} is no finished feature store, and no run with one; name the directory of a store")
+
+
+def verified_directory(path: Path, progress: Progress, say: Callable[[str], object]) -> Path:
+    """The feature store at `path` (as `store_directory` finds it) after all of it was read: checksums, offsets, values.
+
+    Raises `DraftsmithError` where something is damaged, after `say` got a line for each fault.
+    """
+    store = store_directory(path)
+    faults = verify_store(store, progress)
+    for fault in faults:
+        say(f"damaged: {fault}")
+    if faults:
+        raise DraftsmithError(
+            f"{store} has {len(faults)} faults; delete both files of a damaged shard and capture again"
+        )
+    return store
 
 
 def sample_view(path: Path, sample_id: str, tokenizer: str | None = None) -> RenderableType:
@@ -226,6 +246,14 @@ def recipe_draft(recipe: Recipe) -> DraftConfig:
     source = recipe.draft.init_from
     checkpoint = None if source is None else read_warm_start(source).config
     return draft_config(recipe.draft, TargetDescription.load(recipe.target), checkpoint)
+
+
+def comparison(first: Path, second: Path, first_draft: str | None, second_draft: str | None) -> RenderableType:
+    """Two reports of `bench` held against each other; the names say which draft, where a report has several.
+
+    Raises `DraftsmithError` for reports that cannot be read or not be compared.
+    """
+    return comparison_table(compare(read_report(first), read_report(second), first_draft, second_draft))
 
 
 def comparison_table(found: Comparisons) -> RenderableType:

@@ -1,6 +1,5 @@
 """What the stages of a run have in common: its recipe, its target, and when a stage need not run again."""
 
-import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -10,14 +9,21 @@ import torch
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance
+from draftsmith.launcher import local_rank, process_count
 from draftsmith.outline import TargetOutline, provenance
 from draftsmith.progress import Progress
 from draftsmith.recipe import Recipe
 from draftsmith.stamps import Stamps
 from draftsmith.targets.target import Target
 
-# Where and how fast work is done changes nothing about what comes out, so these are not part of a stage's settings.
-_WITHOUT_EFFECT = {"device", "data_workers", "endpoint", "tokens_per_batch", "force", "sglang", "vllm"}
+WITHOUT_EFFECT: dict[str, set[str]] = {
+    "target": {"device"},
+    "regenerate": {"endpoint"},
+    "capture": {"tokens_per_batch", "force", "sglang", "vllm"},
+    "train": {"device", "data_workers"},
+}
+"""Section -> fields that are no part of a stage's settings: where and how fast work is done changes nothing about what
+comes out."""
 
 
 class Stages:
@@ -62,7 +68,10 @@ class Stages:
 
     def _settings(self, *sections: str) -> dict[str, Any]:
         """The recipe's sections as a stage's settings: what its output depends on."""
-        return {name: effective(getattr(self.recipe, name).model_dump(mode="json")) for name in sections}
+        return {
+            name: getattr(self.recipe, name).model_dump(mode="json", exclude=WITHOUT_EFFECT.get(name))
+            for name in sections
+        }
 
     def _template_settings(self) -> dict[str, Any]:
         """What decides how a prompt is rendered."""
@@ -88,23 +97,16 @@ class Stages:
             self.say(f"{stage}: done already with these settings ({output})")
 
 
-def processes() -> int:
-    """How many processes a launcher has started together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def effective(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: effective(inner) for name, inner in value.items() if name not in _WITHOUT_EFFECT}
-    return value
-
-
 def use_own_device() -> None:
     """Let `cuda` mean, in each of the processes that a launcher started, another GPU of the machine."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank())
 
 
-def one_process(option: str) -> None:
-    if processes() > 1:
-        raise DraftsmithError(f"{option} works in one process; {processes()} were started: run it without a launcher")
+def one_process(what: str) -> None:
+    """Raises `DraftsmithError` where a launcher started several processes for `what`, a command or an option."""
+    if process_count() > 1:
+        raise DraftsmithError(
+            f"{what} works in one process; {process_count()} were started: run it without a launcher (WORLD_SIZE says "
+            "how many there are)"
+        )

@@ -16,7 +16,9 @@ from draftsmith.data.tokenize import tokenize_all
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.files import file_sha256
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.stages import Stages, effective, one_process, processes, use_own_device
+from draftsmith.launcher import process_count
+from draftsmith.option_rules import ImportRequest
+from draftsmith.stages import Stages, one_process, use_own_device
 from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.training.warm_start import read_warm_start
 
@@ -27,7 +29,7 @@ class StoreStages(Stages):
     def capture(self, *, fresh: bool = False) -> None:
         """Conversations through the target -> the feature store `features/`."""
         recipe, directory = self.recipe, self.recipe.features
-        if fresh and processes() > 1:
+        if fresh and process_count() > 1:
             raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
         source = self._conversations_file()
         conversations = read_conversations(source)
@@ -67,23 +69,14 @@ class StoreStages(Stages):
 
         self._perform("capture", self._capture_settings(), directory, work, fresh=False, keep_changed=True)
 
-    def import_features(
-        self,
-        files: Path,
-        source: str,
-        tap_ids: tuple[int, ...],
-        final_state: str,
-        *,
-        check_samples: int,
-        fresh: bool = False,
-    ) -> None:
-        """Feature files of another project -> the feature store `features/`; the arguments say what files do not."""
+    def import_features(self, request: ImportRequest, *, fresh: bool = False) -> None:
+        """Feature files of another project -> the feature store `features/`; the request says what files do not."""
         one_process("--import")
         recipe, directory = self.recipe, self.recipe.features
-        said = ImportOptions(files, source, tap_ids, final_state)
+        files = ImportOptions(request.directory, request.source, request.tap_ids, request.final_state)
 
         def work() -> None:
-            if check_samples:
+            if request.check_samples:
                 _ = self.target
             outline, layout = self._outline(), self._capture_layout()
             samples: list[Sample] = []
@@ -91,9 +84,9 @@ class StoreStages(Stages):
                 samples, _tokenized = tokenize_all(
                     read_conversations(recipe.data.conversations), outline.tokenizer, recipe.data
                 )
-            pre_norm = layout.final_state and final_state == "pre_norm"
+            pre_norm = layout.final_state and files.final_state == "pre_norm"
             report = import_features(
-                said,
+                files,
                 layout,
                 directory,
                 recipe.capture,
@@ -101,15 +94,15 @@ class StoreStages(Stages):
                 max_length=outline.max_position_embeddings,
                 samples=samples,
                 norm=load_final_norm(**recipe.target.model_dump(exclude={"fuse"})) if pre_norm else None,
-                check=HfBackend(self.target, layout) if check_samples else None,
-                check_samples=check_samples,
+                check=HfBackend(self.target, layout) if request.check_samples else None,
+                check_samples=request.check_samples,
                 progress=self.progress,
             )
             for line in report.lines():
                 self.say(f"features: {line}")
 
         settings = {
-            "import": [str(files), source, list(tap_ids), final_state],
+            "import": [str(files.directory), files.source, list(files.tap_ids), files.final_state],
             **self._settings("target", "draft", "capture"),
             "data": self._template_settings(),
         }
@@ -142,7 +135,7 @@ class StoreStages(Stages):
     def _data_settings(self) -> dict[str, Any]:
         """What decides the samples."""
         data = self.recipe.data.model_dump(mode="json", exclude={"prompts", "conversations"})
-        return {"conversations": file_sha256(self._conversations_file()), "data": effective(data)}
+        return {"conversations": file_sha256(self._conversations_file()), "data": data}
 
     def _capture_layout(self) -> CaptureLayout:
         """The features that training this recipe's draft needs."""

@@ -31,11 +31,12 @@ from draftsmith.export.run import export_run
 from draftsmith.features.files import file_sha256
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
+from draftsmith.launcher import process_count
 from draftsmith.online import OnlineFeatures
 from draftsmith.outline import TargetOutline, provenance
 from draftsmith.recipe import RunDirectory
 from draftsmith.regenerate import regenerate
-from draftsmith.stages import processes, use_own_device
+from draftsmith.stages import one_process, use_own_device
 from draftsmith.stamps import Stamps
 from draftsmith.store_stages import StoreStages
 from draftsmith.targets.description import TargetDescription
@@ -68,6 +69,7 @@ class Workspace(StoreStages):
 
     def regenerate(self, *, fresh: bool = False) -> None:
         """Answers to `data.prompts` by the target itself -> `answers.jsonl`."""
+        one_process("regenerate")
         recipe, out = self.recipe, self.recipe.answers
         if recipe.data.prompts is None:
             raise DraftsmithError(
@@ -98,7 +100,7 @@ class Workspace(StoreStages):
         Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
         """
         recipe, directory = self.recipe, self.recipe.training
-        if fresh and processes() > 1:
+        if fresh and process_count() > 1:
             raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
         online = recipe.train.features == "online"
         store = None if online else Store.open(recipe.features)
@@ -163,6 +165,7 @@ class Workspace(StoreStages):
 
         drafts: draft directories; none: the one that `export` wrote. tuned: a file of `tune`, for a single draft.
         """
+        one_process("bench")
         recipe = self.recipe
         directories = list(drafts) or [recipe.draft_directory]
         tuning = None if tuned is None else Tuning.read(tuned)
@@ -206,6 +209,7 @@ class Workspace(StoreStages):
         self, *, draft: Path | None = None, block_sizes: Sequence[int] | None = None, out: Path | None = None
     ) -> Tuning:
         """The fastest settings for a draft on `bench.prompts` -> `tuned.json`, or `out`."""
+        one_process("tune")
         recipe = self.recipe
         prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
         tuning = tune(
@@ -227,8 +231,7 @@ class Workspace(StoreStages):
         self, texts: Sequence[str], *, draft: Path | None, plain: bool, tuned: Path | None = None, **sampling: Any
     ) -> list[Generation]:
         """Answers to `texts`, printed one after the other; `sampling` as for `draftsmith.generate`."""
-        if plain and tuned is not None:
-            raise DraftsmithError(f"--tuned {tuned} is about a draft, and --plain decodes without one; leave one out")
+        one_process("generate")
         loaded = None if plain else self.load_draft(draft)
         options = None
         if tuned is not None and loaded is not None:
@@ -252,10 +255,10 @@ class Workspace(StoreStages):
     def _online_features(self) -> OnlineFeatures:
         """The target, to be asked for features while training."""
         recipe, cache = self.recipe, self.recipe.train.online.cache
-        if cache is not None and processes() > 1:
+        if cache is not None and process_count() > 1:
             raise DraftsmithError(
-                f"train.online.cache is {cache!r} with {processes()} processes, and one process fills a cache; leave "
-                "it out, or run `draftsmith capture` and train with train.features=store"
+                f"train.online.cache is {cache!r} with {process_count()} processes, and one process fills a cache; "
+                "leave it out, or run `draftsmith capture` and train with train.features=store"
             )
         samples, tokenized = tokenize_all(
             read_conversations(self._conversations_file()), self.target.tokenizer, recipe.data
@@ -298,6 +301,7 @@ def export_directory(
     out None: `draft/` in the run directory. target None: where the run's features came from. The card names the accept
     length of the run's benchmark if that measured these very weights.
     """
+    one_process("export")
     training = run if (run / RECORD_FILE).is_file() else RunDirectory(run).training
     files = RunDirectory(training.parent)
     directory = out or files.draft_directory

@@ -140,7 +140,6 @@ def test_features_of_another_project_are_imported_and_trained_on(recipe: Path, t
 def test_import_needs_everything_that_files_do_not_say(recipe: Path, tmp_path: Path) -> None:
     message = fails("capture", recipe, "--import", tmp_path, "--from", "specforge")
     assert "--tap-ids, --final-state missing" in message
-    assert "name them with --import" in fails("capture", recipe, "--tap-ids", "1")
     said = ("--import", tmp_path, "--from", "specforge", "--tap-ids", "1,x", "--final-state", "none")
     assert "--tap-ids is '1,x'" in fails("capture", recipe, *said)
 
@@ -165,3 +164,8 @@ def test_what_works_in_one_process_says_so(recipe: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--fresh works with one process only" in fails("capture", recipe, "--fresh")
     assert "--remask works in one process; 2 were started" in fails("capture", recipe, "--remask")
+    said = ("--import", recipe.parent, "--from", "specforge", "--tap-ids", "1", "--final-state", "none")
+    assert "--import works in one process; 2 were started" in fails("capture", recipe, *said)
+    for command in ("regenerate", "export", "bench", "tune", "generate"):
+        asked = ("-p", "x") if command == "generate" else ()
+        assert f"{command} works in one process; 2 were started" in fails(command, recipe, *asked)

@@ -1,6 +1,5 @@
 """The processes that a launcher (torchrun, accelerate launch) has started together for one capture."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.launcher import process_count
 
 # Processes meet at the beginning and at the end only, and one may be done days before another.
 PATIENCE = timedelta(days=20)  # gloo counts milliseconds in 31 bits in places
@@ -51,8 +51,8 @@ class Processes:
 
 @contextmanager
 def launched_processes() -> Iterator[Processes]:
-    """The processes that the environment tells of (WORLD_SIZE, RANK and the address that launchers set); else one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """The processes that a launcher has started, found through the address that it set; without a launcher, one."""
+    if process_count() == 1:
         yield Processes()
         return
     own = not dist.is_initialized()

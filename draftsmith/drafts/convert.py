@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, check_weights
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import TargetParts, read_directory, write_directory
+from draftsmith.layouts import CARRY_TARGET, TargetParts, read_directory, write_directory
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.location import locate, read_config
 
@@ -70,11 +70,18 @@ def convert(
     return Converted(read.layout, layout, config.architecture, len(read.tensors), read.ignored, read.notes)
 
 
-def target_parts(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetParts:
-    """What layouts may carry of the target at `path`: its name, embedding and output head (no other weight is read).
+def target_parts(
+    path: str, layout: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> TargetParts:
+    """What `layout` carries of the target at `path`: its name, embedding and output head (no other weight is read).
 
-    Raises `DraftsmithError` for a path without a model.
+    Raises `DraftsmithError` for a layout that carries nothing of it, and for a path without a model.
     """
+    if layout not in CARRY_TARGET:
+        raise DraftsmithError(
+            f"--target is {path}, but layout {layout!r} holds nothing of the target; those that do: "
+            f"{', '.join(CARRY_TARGET)}; leave --target out"
+        )
     ends = TargetEnds.load(path, revision=revision, trust_remote_code=trust_remote_code)
     return parts_of(ends, path, revision=revision, trust_remote_code=trust_remote_code)
 
