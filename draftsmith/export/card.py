@@ -5,7 +5,7 @@ from typing import Any
 
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.export.serve import is_hub_id, serve_commands
+from draftsmith.export.serve import NotServed, is_hub_id, serve_commands
 from draftsmith.training.record import RunRecord
 from draftsmith.training.sums import Averages
 
@@ -40,9 +40,9 @@ def model_card(config: DraftConfig, layout: str, target: str, directory: str, tr
         "",
         "## Serving",
     ]
-    for server, command in serve_commands(config, layout, target, directory).items():
+    for server, served in serve_commands(config, layout, target, directory).items():
         lines += ["", f"{server}:", ""]
-        lines += [command] if command.startswith("Not ") else ["```bash", command, "```"]
+        lines += [served.reason] if isinstance(served, NotServed) else ["```bash", served, "```"]
     if config.rope.type == "yarn":
         lines += [
             "",

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.algorithms.registry import algorithm_for
@@ -15,9 +16,18 @@ _VLLM_READS = {"zlab": VLLM, "sglang": VLLM, "speculators": VLLM_SPECULATORS}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def serve_commands(config: DraftConfig, layout: str, target: str, directory: str) -> dict[str, str]:
-    """Server and version -> the shell command that serves the draft at `directory`, or a sentence that says why that
-    server does not run it, which starts with "Not".
+@dataclass(frozen=True)
+class NotServed:
+    """Why a server does not run a draft, as a sentence."""
+
+    reason: str
+
+
+_NO_WAY = NotServed("Not served: it has no way of drafting for this method.")
+
+
+def serve_commands(config: DraftConfig, layout: str, target: str, directory: str) -> dict[str, str | NotServed]:
+    """Server and version -> the shell command that serves the draft at `directory`, or why that server does not run it.
 
     config: as written; target: hub id or path of the target.
     """
@@ -32,11 +42,11 @@ def is_hub_id(target: str) -> bool:
     return _HUB_ID.fullmatch(target) is not None and not target.endswith(".gguf")
 
 
-def _sglang(config: DraftConfig, layout: str, target: str, directory: str) -> str:
+def _sglang(config: DraftConfig, layout: str, target: str, directory: str) -> str | NotServed:
     served = algorithm_for(config).serving(config).sglang
     refusal = _refusal(config, layout, _SGLANG_READS)
     if refusal is not None or served is None:
-        return refusal or "Not served: it has no way of drafting for this method."
+        return refusal or _NO_WAY
     words = ["python", "-m", "sglang.launch_server", "--model-path", target]
     words += ["--speculative-algorithm", served.method, "--speculative-draft-model-path", directory]
     words += ["--speculative-num-draft-tokens", str(served.tokens)]
@@ -45,11 +55,11 @@ def _sglang(config: DraftConfig, layout: str, target: str, directory: str) -> st
     return _command(words)
 
 
-def _vllm(config: DraftConfig, layout: str, target: str, directory: str) -> str:
+def _vllm(config: DraftConfig, layout: str, target: str, directory: str) -> str | NotServed:
     served = algorithm_for(config).serving(config).vllm
     refusal = _refusal(config, layout, _VLLM_READS)
     if refusal is not None or served is None:
-        return refusal or "Not served: it has no way of drafting for this method."
+        return refusal or _NO_WAY
     speculative = {"method": served.method, "model": directory, "num_speculative_tokens": served.tokens}
     words = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     if scaling := _target_scaling(config):
@@ -57,11 +67,12 @@ def _vllm(config: DraftConfig, layout: str, target: str, directory: str) -> str:
     return _command(words)
 
 
-def _refusal(config: DraftConfig, layout: str, readers: dict[str, Consumer]) -> str | None:
+def _refusal(config: DraftConfig, layout: str, readers: dict[str, Consumer]) -> NotServed | None:
     if layout not in readers:
-        return f"Not from layout {layout!r}; export it again in layout {' or '.join(map(repr, readers))}."
+        known = " or ".join(map(repr, readers))
+        return NotServed(f"Not from layout {layout!r}; export it again in layout {known}.")
     faults = readers[layout].faults(config.to_dict())
-    return f"Not this draft: {'; '.join(faults)}." if faults else None
+    return NotServed(f"Not this draft: {'; '.join(faults)}.") if faults else None
 
 
 def _target_scaling(config: DraftConfig) -> dict[str, Any]:
