@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -107,10 +107,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, Pieces], metadata: Mappi
     size = 0
     # Hashing takes longer than writing; beside it, in a thread of its own, the writing costs no time.
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing, replacing(path) as file:
+        hashed: list[Future[None]] = []
         for part in _parts(text, names, tensors):
-            hashing.submit(digest.update, part)
+            hashed.append(hashing.submit(digest.update, part))
             file.write(part)
             size += len(part)
+        for future in hashed:  # before the file gets its name: what failed there is raised here
+            future.result()
     return FileEntry(name=path.name, bytes=size, sha256=digest.hexdigest())
 
 

@@ -206,32 +206,38 @@ class _Writing:
 
 
 def _write_shard(directory: Path, stem: str, records: list[Record], layout: CaptureLayout) -> None:
-    features = write_safetensors(
-        directory / f"{stem}{FEATURES_ENDING}",
-        {name: Pieces([record.features[name] for record in records]) for name in layout.stored},
-        metadata={},
-    )
+    # The documents' checksums are taken beside the writing: one after the other they would cost a third of its time.
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as beside:
+        checksums = beside.submit(_checksums, records, list(layout.stored))
+        features = write_safetensors(
+            directory / f"{stem}{FEATURES_ENDING}",
+            {name: Pieces([record.features[name] for record in records]) for name in layout.stored},
+            metadata={},
+        )
     write_safetensors(
         directory / f"{stem}{TOKENS_ENDING}",
-        _token_tensors(records, list(layout.stored)),
+        _token_tensors(records) | checksums.result(),
         metadata={"features_bytes": str(features.bytes), "features_sha256": features.sha256},
     )
 
 
-def _token_tensors(records: list[Record], features: list[str]) -> dict[str, Pieces]:
+def _token_tensors(records: list[Record]) -> dict[str, Pieces]:
     lengths = [record.input_ids.shape[0] for record in records]
     ids, id_offsets = pack_strings([record.sample_id for record in records])
-    tensors = {
+    return {
         "input_ids": Pieces([record.input_ids.to(torch.int32) for record in records]),
         "loss_mask": Pieces([record.loss_mask.to(torch.uint8) for record in records]),
         "offsets": Pieces([torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)]),
         "sample_ids": Pieces([ids]),
         "sample_id_offsets": Pieces([id_offsets]),
     }
-    for name in features:
-        checksums = [checksum(record.features[name]) for record in records]
-        tensors[f"crc32.{name}"] = Pieces([torch.tensor(checksums, dtype=torch.int64)])
-    return tensors
+
+
+def _checksums(records: list[Record], names: list[str]) -> dict[str, Pieces]:
+    return {
+        f"crc32.{name}": Pieces([torch.tensor([checksum(record.features[name]) for record in records])])
+        for name in names
+    }
 
 
 def checksum(tensor: Tensor) -> int:
