@@ -1,23 +1,27 @@
-"""Training and capture by several processes against one: losses, tokens/s, checkpoints that change hands, records.
+"""Training, capture and rollouts by several processes against one: losses, tokens/s, checkpoints, records, tokens.
 
     python benchmarks/two_gpus.py --into /dev/shm/two train:smollm2:dflash capture
     torchrun --standalone --nproc-per-node 2 benchmarks/two_gpus.py --into /dev/shm/two \\
-        train:smollm2:dflash train:smollm2:dflash:fsdp capture
+        train:smollm2:dflash train:smollm2:dflash:fsdp capture rollout:domino
 
 One process comes first: what it leaves in the directory is what several are compared with. `resume` trains on from
 where its run stands and stops after 7 steps, so that three calls in turn, by whatever processes, make a whole run, of
-20 steps; the last one is compared with `train`'s. Parts:
+20 steps; the last one is compared with `train`'s. `rollout` needs no call before it. Parts:
 
     train:SHAPE:METHOD[:fsdp]     20 steps on random features: loss of every 5 steps, tokens/s of each process
     resume:SHAPE:METHOD[:fsdp]    8 steps more of one run
     capture                       a target of random weights over random documents: records and tokens/s
+    rollout:METHOD[:fp32]         domino's or dspark's blocks and the engine's answers, with a shared vocabulary
+    wait:NAME                     until a file of this name stands in the directory
 
 SHAPE is smollm2 or qwen3-8b, METHOD a method's name. A step has the same `--rows` rows however many processes share
-them. `--tiny` shrinks every size, so that all of it runs on a CPU (gloo). Prints one JSON line a part; a failure ends
-the call, since the other processes would wait for the one that failed.
+them. `train` writes no checkpoint, which `resume` does. `--tiny` shrinks every size, so that all of it runs on a CPU
+(gloo). Prints one JSON line a part; a failure ends the call, since the other processes would wait for the one that
+failed.
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import logging
@@ -27,16 +31,17 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
+from two_gpus_rollouts import rollout_part
+from two_gpus_shapes import COUNT, RANK, Call, draft_section, first_alone, outline_of
 
-from draftsmith.algorithms.registry import algorithm
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.run import capture
 from draftsmith.data.sample import Sample
@@ -48,97 +53,28 @@ from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.outline import TargetOutline
 from draftsmith.progress import Stage
-from draftsmith.recipe import parse_recipe
-from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import Target
+from draftsmith.training.loop import Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
-from draftsmith.training.record import CHECKPOINTS
 from draftsmith.training.run import train
 
 STEPS, WINDOW = 20, 5
 STOP_AFTER = 7  # the step that runs when the signal comes is the last one
-RANK, COUNT = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A target's sizes, and the documents of one row of training."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    taps: tuple[int, ...]
-    tokens: int  # of a document
-    documents: int  # in a row
-    anchors: int  # in a document
-
-    def text_config(self) -> PretrainedConfig:
-        return Qwen3Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=40_960,
-            tie_word_embeddings=False,
-        )
-
-
-SHAPES = {
-    "smollm2": Shape(576, 30, 9, 3, 64, 1536, 49_152, (1, 8, 14, 20, 27), 448, 16, 128),
-    "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12_288, 151_936, (1, 9, 17, 25, 33), 3072, 1, 512),
-}
-TINY = {
-    "smollm2": Shape(32, 4, 2, 1, 16, 48, 97, (1, 3), 24, 3, 6),
-    "qwen3-8b": Shape(48, 5, 3, 1, 16, 64, 131, (1, 3), 40, 1, 8),
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the command line says."""
-
-    into: Path
-    rows: int
-    documents: int
-    tiny: bool
-    device: str
-
-    def shape(self, name: str) -> Shape:
-        return (TINY if self.tiny else SHAPES)[name]
-
-
-@contextmanager
-def first_alone() -> Iterator[bool]:
-    """Whether this is the process that does what one does for all, when all have come here; the others wait for it."""
-    if dist.is_initialized():
-        dist.barrier()
-    yield RANK == 0
-    if dist.is_initialized():
-        dist.barrier()
 
 
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def outline_of(shape: Shape, device: str) -> TargetOutline:
-    """Configuration and random ends: the same in every process, and in every call on the same kind of device."""
-    generator = torch.Generator(device).manual_seed(1)
-    size = (shape.vocabulary, shape.hidden)
-    embedding, head = (
-        torch.empty(size, device=device, dtype=torch.bfloat16).normal_(std=0.02, generator=generator) for _ in range(2)
-    )
-    return TargetOutline(shape.text_config(), TargetEnds(embedding, head), None, "random", None)
-
-
 def feature_store(call: Call, name: str, outline: TargetOutline) -> Store:
-    """Random features of two steps' documents, as the method that reads most of them needs; written once."""
+    """Random features of two steps' documents, as the method that reads most of them needs; written once, also where
+    several calls want them at a time."""
+    call.into.mkdir(parents=True, exist_ok=True)
+    with (call.into / f"features-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _feature_store(call, name, outline)
+
+
+def _feature_store(call: Call, name: str, outline: TargetOutline) -> Store:
     shape, directory = call.shape(name), call.into / f"features-{name}"
     if (directory / "manifest.json").exists():
         return Store.open(directory)
@@ -178,24 +114,13 @@ class StopAfter:
 
 def training(call: Call, name: str, method_name: str, kind: str, run_dir: Path, *, further: int | None) -> Any:
     """`draftsmith.training.run.train` on random features; `further`: go on with a run by so many steps."""
-    shape, method = call.shape(name), algorithm(method_name)
+    shape = call.shape(name)
     outline = outline_of(shape, call.device)
     with first_alone() as first:
         if first:
             feature_store(call, name, outline)
-    head = method.published_head if method.architecture != "dflash" else {}
-    if call.tiny and "markov_rank" in head:
-        head = {**head, "markov_rank": 6}
-    fields = {
-        "algorithm": method_name,
-        "block_size": 4 if call.tiny else 16,
-        "num_hidden_layers": 1 if call.tiny else 5,
-        "target_layer_ids": shape.taps,
-        "mask_token_id": shape.vocabulary - 1,
-        **head,
-    }
     return train(
-        draft_section=parse_recipe({"run": "run", "target": {"path": "random"}, "draft": fields}).draft,
+        draft_section=draft_section(call, shape, method_name),
         target=outline,
         ends=outline.ends,
         store=Store.open(call.into / f"features-{name}"),
@@ -229,6 +154,7 @@ def comparison(call: Call, run_dir: Path, reference: Path) -> dict[str, Any]:
     rates = sorted(entry["tokens_per_second"] for entry in found[1:])  # the first window holds the start and compiling
     told: dict[str, Any] = {"losses": losses, "tokens_s": round(rates[len(rates) // 2]) if rates else None}
     told["memory_gib"] = round(max(entry["memory_gib"] for entry in found), 2)
+    told["data_wait"] = round(max(entry["data_wait"] for entry in found[1:]), 3) if rates else None
     if reference == run_dir:
         return told
     if not (reference / "metrics.jsonl").exists():
@@ -247,10 +173,8 @@ def train_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[st
     with first_alone() as first:
         if first:
             shutil.rmtree(run_dir, ignore_errors=True)
-    training(call, name, method, kind, run_dir, further=None)
-    with first_alone() as first:
-        if first:
-            shutil.rmtree(run_dir / CHECKPOINTS)  # tens of gigabytes, in memory where the directory is /dev/shm
+    with patch.object(Loop, "save", lambda loop: None):
+        training(call, name, method, kind, run_dir, further=None)
     return comparison(call, run_dir, call.into / f"train-{name}-{method}-ddp-1") if RANK == 0 else {}
 
 
@@ -319,7 +243,15 @@ def records_beside(one: Store, other: Store) -> dict[str, Any]:
     return {"same_set": same_set, "equal_records": equal, "largest_difference": largest}
 
 
-PARTS = {"train": train_part, "resume": resume_part, "capture": capture_part}
+def wait_part(call: Call, name: str) -> dict[str, Any]:
+    while not (call.into / name).exists():
+        time.sleep(0.2)
+    return {}
+
+
+PARTS = {
+    "train": train_part, "resume": resume_part, "capture": capture_part, "rollout": rollout_part, "wait": wait_part
+}  # fmt: skip
 
 
 def main() -> None:
@@ -337,14 +269,17 @@ def main() -> None:
     if COUNT > 1:
         PartialState(cpu=device == "cpu")  # starts the process group that training then uses
     call = Call(given.into, given.rows, given.documents, given.tiny, device)
+    compiled = None
     for part in given.parts:
         name, *options = part.split(":")
+        if name in ("train", "resume") and options[0] != compiled:
+            torch._dynamo.reset()  # another shape is not to be compiled as a variant of this one
+            compiled = options[0]
         started = time.monotonic()
         told = PARTS[name](call, *options)
         if RANK == 0:
             seconds = round(time.monotonic() - started, 1)
             print(json.dumps({"part": part, "processes": COUNT, **told, "part_s": seconds}), flush=True)
-        torch._dynamo.reset()  # another shape is not to be compiled as a variant of this one
         gc.collect()
         torch.cuda.empty_cache()
     if dist.is_initialized():
