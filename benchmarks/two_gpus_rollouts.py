@@ -58,9 +58,8 @@ def models(call: Call, shape: Shape, method: str, dtype: torch.dtype) -> tuple[T
     with torch.device(call.device):
         model = AutoModelForCausalLM.from_config(shape.text_config(LAYERS), dtype=dtype)
     target = Target.from_model(model.eval())
-    section = draft_section(
-        call, shape, method, num_hidden_layers=1, target_layer_ids=(0, 2), **fields_of(call, method)
-    )
+    fields = {"num_hidden_layers": 1, "target_layer_ids": (0, 2)} | ({} if call.tiny else FIELDS[method])
+    section = draft_section(call, shape, method, **fields)
     with torch.device("meta"):
         draft = Draft(draft_config(section, target))
     draft = draft.to_empty(device=call.device).to(dtype).eval().requires_grad_(False)
