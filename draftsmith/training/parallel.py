@@ -57,9 +57,12 @@ class Parallel:
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch: gradients are exchanged at the `last` one only."""
+        """Around the forward and backward of one micro-batch: gradients are exchanged at the `last` one only, and
+        weights that were gathered for the first serve all."""
         if self.sharded:
-            cast(FSDPModule, self.forward).set_requires_gradient_sync(last)
+            module = cast(FSDPModule, self.forward)
+            module.set_requires_gradient_sync(last)
+            module.set_reshard_after_backward(last)
             yield
         elif last or self.num_processes == 1:
             yield

@@ -15,7 +15,8 @@ def working_weights(module: nn.Module, dtype: torch.dtype | None) -> tuple[dict[
     dtype. Adding the zero to a loss gives every parameter a gradient, also where the loss depends on none: processes
     that exchange gradients wait for each other's.
 
-    Layers are copied one by one, so that the gradients of the last are complete while the first are computed.
+    Layers are copied one by one, and the gradients of the last are complete while those of the first are computed:
+    what processes exchange then travels beside the backward.
     """
     linear = {
         f"{prefix}.{name}" if prefix else name
@@ -25,21 +26,38 @@ def working_weights(module: nn.Module, dtype: torch.dtype | None) -> tuple[dict[
     }
     groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, parameter in module.named_parameters():
-        groups[_layer(name)][name] = parameter
+        groups[_group(name)][name] = parameter
     weights: dict[str, Tensor] = {}
     zeros = []
     for group in groups.values():
         dtypes = [dtype if name in linear and dtype is not None else tensor.dtype for name, tensor in group.items()]
         zero, *copies = _Copies.apply(dtypes, *group.values())
         weights |= zip(group, copies, strict=True)
-        zeros.append(zero)
-    return weights, torch.stack(zeros).sum()
+        zeros.append(_at_once(zero))
+    return weights, _at_once(_at_once(torch.stack(zeros)).sum())
 
 
-def _layer(name: str) -> str:
-    """`...layers.3` of the names of that layer's parameters; one name for all outside of layers."""
+def _at_once(tensor: Tensor) -> Tensor:
+    """Has autograd run the node that made this tensor as soon as it can.
+
+    Of all that is ready it takes what was made last. Copies are made first, and would all wait for the backward's end.
+    """
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(_AT_ONCE)
+    return tensor
+
+
+_AT_ONCE = 2**64 - 1  # what autograd gives the nodes that store gradients
+_OF_CONTEXT = ("k_proj", "v_proj", "k_norm")
+
+
+def _group(name: str) -> str:
+    """`...layers.3` of the names of that layer's parameters; one name for all others. Those that also make the
+    context's keys and values are among the others: the backward comes to the context last."""
     before, found, after = name.partition("layers.")
-    return before + found + after.split(".", 1)[0] if found else ""
+    if not found or any(part in _OF_CONTEXT for part in after.split(".")):
+        return ""
+    return before + found + after.split(".", 1)[0]
 
 
 class _Copies(torch.autograd.Function):

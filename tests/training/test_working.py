@@ -93,3 +93,34 @@ def test_a_run_in_bf16_follows_one_in_fp32(target, store, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
     assert losses[0] != losses[1]
     assert losses[1][-1] < losses[1][0] - 0.3
+
+
+class Stack(nn.Module):
+    """Layers whose `k_proj` reads a context as well, before any layer runs."""
+
+    def __init__(self, passed):
+        super().__init__()
+        self.fc = nn.Linear(5, 5)
+        self.layers = nn.ModuleList(nn.ModuleDict({n: nn.Linear(5, 5) for n in ("mlp", "k_proj")}) for _ in range(3))
+        self.passed = passed
+
+    def forward(self, x):
+        context = [layer["k_proj"](self.fc(x)) for layer in self.layers]
+        for number, (layer, keys) in enumerate(zip(self.layers, context, strict=True)):
+            x = torch.tanh(layer["mlp"](x) + layer["k_proj"](x) + keys)
+            x.register_hook(lambda gradient, number=number: self.passed.append(number))
+        return x.float().sum()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_last_layers_gradients_are_there_before_the_first_layers_backward(dtype):
+    torch.manual_seed(3)
+    passed = []
+    net = Stack(passed)
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: passed.append(name))
+    weights, zero = working_weights(net, dtype)
+    (functional_call(net, weights, (torch.randn(4, 5, dtype=dtype or torch.float32),)) + zero).backward()
+    layers = [entry for entry in passed if entry in (0, 1, 2) or "mlp.weight" in entry]
+    assert layers == [2, "layers.2.mlp.weight", 1, "layers.1.mlp.weight", 0, "layers.0.mlp.weight"]
+    assert all("k_proj" in name or "fc" in name for name in passed[-8:])  # the context's, at the end
