@@ -89,7 +89,7 @@ class FusedBlocks:
 
     def block(self, embeddings: Tensor, anchors: Tensor, cache: ContextCache, extent: int) -> Tensor:
         assert cache.rope_table is not None
-        return self.fused.block(embeddings, anchors, cache.storage, cache.rope_table, extent)
+        return self.fused.block(embeddings, anchors, cache.storage, cache.rope_table)
 
 
 def _storage(draft: Draft, slots: int, max_length: int) -> Tensor:

@@ -91,9 +91,9 @@ class FusedDraft:
             functional.linear(context, self.context_weight), self.k_weights, rope_table, start, cache, eps=eps
         )
 
-    def block(self, embeddings: Tensor, anchors: Tensor, cache: Tensor, rope_table: Tensor, limit: int) -> Tensor:
+    def block(self, embeddings: Tensor, anchors: Tensor, cache: Tensor, rope_table: Tensor) -> Tensor:
         """Final normed states of one block a row: embeddings [batch, B, H], not scaled; anchors [batch] int64; cache as
-        in `append`, into which the blocks write behind their context; no row's anchor + B exceeds `limit`."""
+        in `append`, into which the blocks write behind their context."""
         config, eps = self.draft.config, self.draft.config.rms_norm_eps
         cosine, sine = rope_table.chunk(2, dim=-1)  # [positions, rotary]
         change = embeddings.to(self.draft.dtype)
@@ -127,7 +127,6 @@ class FusedDraft:
                 causal=fused.kind.causal,
                 window=fused.kind.window,
                 sinks=attention.attention_sink_bias,
-                limit=limit,
             )
             mixed = mixed.transpose(1, 2).flatten(2)
             out, partial = self._product(mixed, attention.o_proj.weight, whole=layer.attention_conv is not None)

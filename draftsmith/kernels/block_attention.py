@@ -5,11 +5,12 @@ prompt), whose own keys and values already stand in the cache, and attends over 
 positions on the device, so one CUDA graph serves every length, and only visible cache entries are read: time grows
 with the row's length, not with the cache's.
 
-The kernel packs the queries of all query heads that share a key/value head into tiles (GQA). Few queries: the context
-is split into chunks at *absolute* positions, joined in a second launch. Many queries fill the device by themselves and
-read their context in one go. Chunk edges depend neither on where the block starts nor on the cache's length, and a
-masked key adds an exact zero, so a query gives bitwise the same result from any slot of a block, beside any neighbours
-and in any context bucket: that is what makes speculative and plain decoding comparable bit for bit in bf16.
+The kernel packs the queries of all query heads that share a key/value head into tiles (GQA). Where these are too few
+to fill the device, n programs share the context of each: program i reads every n-th tile of keys, from *absolute*
+tile i on, and a second launch joins what they found. So the work is even at any length, and which keys are summed
+together depends neither on where the block starts nor on the cache's length. A masked key adds an exact zero. Hence a
+query gives bitwise the same result from any slot of a block, beside any neighbours and in any context bucket: that is
+what makes speculative and plain decoding comparable bit for bit in bf16.
 """
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from draftsmith.kernels.overlap import overlapping
 
-MAX_SPLIT_QUERIES = 32
-"""Most query tokens a row may bring for its context to be split over several programs."""
+MAX_SPLITS = 32
+"""Most programs that share the context of one tile of queries."""
 
 _LOG2E = 1.4426950408889634
 
@@ -70,17 +71,16 @@ def _visible(start: Tensor, width: int, length: int, causal: bool, window: int |
 
 
 @triton.jit
-def _chunk_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, position_ptr, partial_ptr, lse_ptr, out_ptr,
+def _attend_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, position_ptr, sinks_ptr, partial_ptr, lse_ptr, out_ptr,
     q_stride_b, q_stride_h, q_stride_w, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    position_stride_b, position_stride_w, out_stride_b, out_stride_h, out_stride_w,
-    scale, softcap, num_chunks, chunk_size, width,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    position_stride_b, position_stride_w, out_stride_b, out_stride_h, out_stride_w, scale, softcap, width,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0)
-    chunk = tl.program_id(1)
+    split = tl.program_id(1)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -104,12 +104,13 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     first = 0
     if WINDOW > 0:
         first = tl.maximum(tl.min(tl.where(row_ok, query_position, 2147483647), 0) - (WINDOW - 1), 0)
-    low = tl.maximum(chunk * chunk_size, first // BLOCK_N * BLOCK_N)
-    high = tl.minimum((chunk + 1) * chunk_size, end)
+    # This program's tiles of keys: those whose number leaves `split` when divided by SPLITS.
+    first_tile = first // BLOCK_N
+    low = (first_tile + (split + SPLITS - first_tile % SPLITS) % SPLITS) * BLOCK_N
 
-    # Results of one chunk: [batch * kv_heads, chunks, GROUPS * width (, DIM)]
-    base = (row_head.to(tl.int64) * num_chunks + chunk) * (GROUPS * width)
-    if SPLIT and (low >= high):
+    # Results of one split: [batch * kv_heads, SPLITS, GROUPS * width (, DIM)]
+    base = (row_head.to(tl.int64) * SPLITS + split) * (GROUPS * width)
+    if SPLITS > 1 and (low >= end):
         tl.store(lse_ptr + base + rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
         return
 
@@ -120,9 +121,12 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     v_from = v_ptr + batch * v_stride_b + kv_head.to(tl.int64) * v_stride_h
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS and SPLITS == 1:  # a sink is a key without value; of several splits, the join adds it
+        sink = tl.load(sinks_ptr + kv_head * GROUPS + rows // width, mask=row_ok, other=float("-inf")).to(tl.float32)
+        best = sink * 1.4426950408889634
+    total = tl.where(best == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for offset in range(low, high, BLOCK_N):
+    for offset in range(low, end, SPLITS * BLOCK_N):
         keys = offset + tl.arange(0, BLOCK_N)
         # Nothing past the last query is read: what stale entries hold must not matter, not even a NaN.
         load_ok = (keys < end)[:, None] & dim_ok[None, :]
@@ -145,14 +149,14 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
         weights = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(best - reference)
         total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         best = new_best
 
     seen = total > 0.0
     divisor = tl.where(seen, total, 1.0)
     result = acc / divisor[:, None]
     inside = row_ok[:, None] & dim_ok[None, :]
-    if SPLIT:
+    if SPLITS > 1:
         lse = tl.where(seen, best + tl.log2(divisor), float("-inf"))
         tl.store(lse_ptr + base + rows, lse, mask=row_ok)
         tl.store(partial_ptr + (base + rows)[:, None] * DIM + dims[None, :], result, mask=inside)
@@ -164,11 +168,9 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
-    partial_ptr, lse_ptr, position_ptr, sinks_ptr, out_ptr,
-    position_stride_b, position_stride_w, out_stride_b, out_stride_h, out_stride_w, num_chunks, chunk_size, width,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    partial_ptr, lse_ptr, sinks_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_w, width,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0)
     if OVERLAP:
@@ -178,31 +180,26 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_ok = rows < GROUPS * width
     head = (row_head % KV_HEADS) * GROUPS + rows // width
-    last = tl.load(position_ptr + batch * position_stride_b + (width - 1) * position_stride_w).to(tl.int32)
-    live = tl.minimum((last + (width - 1) * STEP) // chunk_size + 1, num_chunks)
     dims = tl.arange(0, BLOCK_D)
     dim_ok = dims < DIM
+    splits = tl.arange(0, SPLITS)
+    index = (row_head.to(tl.int64) * SPLITS + splits[:, None]) * (GROUPS * width) + rows[None, :]  # [SPLITS, BLOCK_R]
+    lse = tl.load(lse_ptr + index, mask=row_ok[None, :], other=float("-inf"))
+    # Both loads start at once; what an empty split left unwritten is dropped afterwards.
+    there = row_ok[None, :, None] & dim_ok[None, None, :]
+    partial = tl.load(partial_ptr + index[:, :, None] * DIM + dims[None, None, :], mask=there, other=0.0)
+    partial = tl.where((lse > float("-inf"))[:, :, None], partial, 0.0)
 
-    best = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    best = tl.max(lse, 0)
     if HAS_SINKS:
-        best = tl.load(sinks_ptr + head, mask=row_ok, other=float("-inf")).to(tl.float32) * 1.4426950408889634
-    total = tl.where(best == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for first in range(0, live, BLOCK_C):
-        chunks = first + tl.arange(0, BLOCK_C)
-        index = (row_head.to(tl.int64) * num_chunks + chunks[:, None]) * (GROUPS * width) + rows[None, :]
-        there = (chunks < live)[:, None] & row_ok[None, :]
-        lse = tl.load(lse_ptr + index, mask=there, other=float("-inf"))  # [BLOCK_C, BLOCK_R]
-        new_best = tl.maximum(best, tl.max(lse, 0))
-        reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(lse - reference[None, :])
-        decay = tl.exp2(best - reference)
-        read = (lse > float("-inf"))[:, :, None] & dim_ok[None, None, :]
-        partial = tl.load(partial_ptr + index[:, :, None] * DIM + dims[None, None, :], mask=read, other=0.0)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * partial, 0)
-        total = total * decay + tl.sum(weights, 0)
-        best = new_best
-    result = acc / tl.where(row_ok, total, 1.0)[:, None]
+        sink = tl.load(sinks_ptr + head, mask=row_ok, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        best = tl.maximum(best, sink)
+    reference = tl.where(best == float("-inf"), 0.0, best)
+    weights = tl.exp2(lse - reference[None, :])
+    total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - reference)
+    result = tl.sum(weights[:, :, None] * partial, 0) / tl.where(row_ok, total, 1.0)[:, None]
     target = out_ptr + batch * out_stride_b + head.to(tl.int64) * out_stride_h + (rows % width) * out_stride_w
     inside = row_ok[:, None] & dim_ok[None, :]
     tl.store(target[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -219,8 +216,8 @@ def block_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    limit: int | None = None,
-    chunk: int | None = None,
+    splits: int | None = None,
+    stages: int | None = None,
 ) -> Tensor:
     """Attention of w queries per row over a static cache.
 
@@ -229,79 +226,65 @@ def block_attention(
     stands at start + i), or [batch, w] int, the position of every query (none below the one before it). causal: a
     query sees keys at positions up to its own; otherwise up to the row's last query (a block that sees itself both
     ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks [heads]: logit of a key
-    without value. limit: no query's position reaches it (a bound the host knows; launches fewer chunks); chunk:
-    context positions per program, a multiple of 64, chosen by the shape of q if not given; results are bitwise
-    comparable only between calls with the same chunk and width. dtype bf16, fp16 or fp32 (accumulation in fp32).
-    Returns [batch, heads, w, dim] in q's dtype, laid out as [batch, w, heads, dim].
+    without value. splits: programs that share a context, a power of two; stages: tiles of keys on their way at once;
+    both chosen by the shape of q if not given. Results are bitwise comparable only between calls with the same splits
+    and width. dtype bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out
+    as [batch, w, heads, dim].
 
-    Raises `ValueError` for shapes, dtypes or chunks that do not fit.
+    Raises `ValueError` for shapes, dtypes or splits that do not fit.
     """
     batch, heads, width, dim = q.shape
-    kv_heads, length = k_cache.shape[1], k_cache.shape[2]
-    _check(q, k_cache, v_cache, start, sinks, chunk)
+    kv_heads = k_cache.shape[1]
+    _check(q, k_cache, v_cache, start, splits)
     groups = heads // kv_heads
     rows = groups * width
-    length = length if limit is None else min(limit, length)
-    split = width <= MAX_SPLIT_QUERIES
     wide = q.dtype == torch.float32
     block_m = 16 if wide else max(16, min(128, triton.next_power_of_2(rows)))
     block_d = max(16, triton.next_power_of_2(dim))
     # fp32 products are unrolled multiply-adds: small tiles keep them in registers.
     block_n = (16 if wide else 32) if block_d >= 256 else (32 if wide else 64)
     tiles = triton.cdiv(rows, block_m)
-    chunk = (chunk or split_size(batch * kv_heads * tiles, rows)) if split else triton.cdiv(length, 64) * 64
-    num_chunks = triton.cdiv(length, chunk)
+    splits = splits or split_count(batch * kv_heads * tiles, block_m)
+    # A large tile computes long enough on each tile of keys to have the next one there in time.
+    stages = stages or (2 if block_m == 128 else 3)
 
     # Heads innermost but one, as a projection that follows reads it.
     out = q.new_empty(batch, width, heads, dim).transpose(1, 2)
-    partial = q.new_empty(batch * kv_heads, num_chunks, rows, dim, dtype=torch.float32) if split else out
-    lse = q.new_empty(batch * kv_heads, num_chunks, rows, dtype=torch.float32) if split else out
+    split = splits > 1
+    partial = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32) if split else out
+    lse = q.new_empty(batch * kv_heads, splits, rows, dtype=torch.float32) if split else out
     position_strides = (start.stride(0), start.stride(1) if start.dim() == 2 else 0)
-    overlap = overlapping(q.device)
     shape = {
-        "KV_HEADS": kv_heads, "GROUPS": groups, "DIM": dim, "BLOCK_D": block_d, "STEP": 1 if start.dim() == 1 else 0,
+        "KV_HEADS": kv_heads, "GROUPS": groups, "DIM": dim, "BLOCK_D": block_d, "SPLITS": splits,
+        "HAS_SINKS": sinks is not None,
     }  # fmt: skip
-    _chunk_kernel[(batch * kv_heads, num_chunks, tiles)](
-        q, k_cache, v_cache, start, partial, lse, out,
+    overlap = overlapping(q.device)
+    sinks = q if sinks is None else sinks
+    _attend_kernel[(batch * kv_heads, splits, tiles)](
+        q, k_cache, v_cache, start, sinks, partial, lse, out,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *position_strides, *out.stride()[:3],
-        scale if softcap is not None else scale * _LOG2E, softcap or 0.0, num_chunks, chunk, width,
-        BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, WINDOW=window or 0, HAS_CAP=softcap is not None, SPLIT=split,
-        num_warps=8 if block_m == 128 else 4, num_stages=2, **shape, **overlap,
+        scale if softcap is not None else scale * _LOG2E, softcap or 0.0, width, STEP=1 if start.dim() == 1 else 0,
+        BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, WINDOW=window or 0, HAS_CAP=softcap is not None,
+        num_warps=8 if block_m == 128 else 4, num_stages=stages, **shape, **overlap,
     )  # fmt: skip
     if split:
-        block_r, block_c = join_tile(batch * kv_heads * rows, block_d)
+        block_r = max(1, 4096 // (splits * block_d))
         _join_kernel[(batch * kv_heads, triton.cdiv(rows, block_r))](
-            partial, lse, start, lse if sinks is None else sinks, out, *position_strides, *out.stride()[:3],
-            num_chunks, chunk, width, BLOCK_C=block_c, BLOCK_R=block_r,
-            HAS_SINKS=sinks is not None, num_warps=4, **shape, **overlap,
+            partial, lse, sinks, out, *out.stride()[:3], width, BLOCK_R=block_r, num_warps=4, **shape, **overlap,
         )  # fmt: skip
     return out
 
 
-def split_size(programs: int, rows: int) -> int:
-    """Context positions per program, where `programs` of them (rows x heads) work on each chunk, with `rows` queries
-    of a row and key head: fine enough to fill the device with few rows, coarse enough that the chunks' results, rows x
-    dim each, stay small beside the keys and values that they come from. Depends on shapes only."""
-    if programs <= 16:
-        return 64 if rows <= 16 else 128
-    if programs <= 128:
-        return 256 if rows <= 16 else 512
-    return 512 if rows <= 16 else 1024
+def split_count(programs: int, rows: int) -> int:
+    """How many programs share a context, where `programs` tiles of `rows` queries each are at work: a power of two,
+    enough to give every multiprocessor of a large device a program, two where they are small. Each one's results, rows
+    x dim in fp32, are written and read again, and the join takes a launch. Depends on shapes only."""
+    wanted = 256 if rows <= 16 else 128
+    return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(wanted, programs)))
 
 
-def join_tile(rows: int, block_d: int) -> tuple[int, int]:
-    """(rows, chunks) that one program of the join reads at once: all chunks of one row where rows are few, so that it
-    waits for memory once; several rows where they are many."""
-    if rows <= 1024:
-        return 1, 8192 // block_d
-    block_r = 4 if rows <= 8192 else 8
-    return block_r, max(1, 4096 // (block_r * block_d))
-
-
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, sinks: Tensor | None, chunk: int | None) -> None:
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, splits: int | None) -> None:
     batch, heads, width, dim = q.shape
-    if sinks is not None and width > MAX_SPLIT_QUERIES:
-        raise ValueError(f"sinks are known for up to {MAX_SPLIT_QUERIES} query tokens per row, got {width}")
     if k_cache.shape != v_cache.shape or k_cache.shape[0] != batch or k_cache.shape[3] != dim:
         raise ValueError(f"cache shapes {tuple(k_cache.shape)}, {tuple(v_cache.shape)} do not fit q {tuple(q.shape)}")
     if heads % k_cache.shape[1]:
@@ -316,5 +299,5 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, sinks: Te
         raise ValueError("the head dimension of q and of the caches must be contiguous")
     if start.shape not in ((batch,), (batch, width)):
         raise ValueError(f"start must be [{batch}] or [{batch}, {width}], got shape {tuple(start.shape)}")
-    if chunk is not None and (chunk < 64 or chunk % 64):
-        raise ValueError(f"chunk must be a multiple of 64, got {chunk}")
+    if splits is not None and splits not in (1, 2, 4, 8, 16, MAX_SPLITS):
+        raise ValueError(f"splits must be a power of two up to {MAX_SPLITS}, got {splits}")

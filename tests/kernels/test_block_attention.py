@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftsmith.kernels.block_attention import block_attention, block_attention_reference
+from draftsmith.kernels.block_attention import block_attention, block_attention_reference, split_count
 
 CASES = {
     "causal verify, grouped heads": dict(batch=2, heads=4, kv=2, width=5, dim=64, length=200, causal=True),
@@ -14,7 +14,7 @@ CASES = {
     "block both ways, window, cap": dict(
         batch=2, heads=4, kv=1, width=7, dim=128, length=190, causal=False, window=40, softcap=30.0
     ),
-    "more rows than a tile": dict(batch=1, heads=5, kv=1, width=27, dim=16, length=97, causal=True),
+    "more rows than a tile, sinks": dict(batch=1, heads=5, kv=1, width=27, dim=16, length=97, causal=True, sinks=True),
     "a prompt's chunk": dict(batch=1, heads=2, kv=1, width=75, dim=64, length=140, causal=True, window=30),
 }
 
@@ -32,11 +32,11 @@ def _inputs(case: dict, dtype: torch.dtype, seed: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_equals_reference(name, dtype):
+@pytest.mark.parametrize(("name", "splits"), [*((name, 4) for name in CASES), *((name, 1) for name in CASES)])
+def test_kernel_equals_reference(name, splits, dtype):
     arguments, options = _inputs(CASES[name], dtype, seed=3)
     expected = block_attention_reference(*arguments, **options)
-    actual = block_attention(*arguments, **options, chunk=64 if arguments[0].shape[2] <= 32 else None)
+    actual = block_attention(*arguments, **options, splits=splits)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
@@ -44,33 +44,33 @@ def test_kernel_equals_reference(name, dtype):
 def test_first_position_and_garbage_beyond_the_row():
     (q, k, v, start), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=5)
     start = torch.tensor([0, 60])
-    expected = block_attention(q, k, v, start, **options, chunk=64)
+    expected = block_attention(q, k, v, start, **options, splits=2)
     for row, first in enumerate(start.tolist()):
         k[row, :, first + q.shape[2] :] = float("nan")
         v[row, :, first + q.shape[2] :] = float("nan")
-    assert torch.equal(block_attention(q, k, v, start, **options, chunk=64), expected)
+    assert torch.equal(block_attention(q, k, v, start, **options, splits=2), expected)
     torch.testing.assert_close(block_attention_reference(q, k, v, start, **options), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_visible_key_matters_and_a_hidden_one_does_not():
     (q, k, v, _), options = _inputs(CASES["width one, sliding, odd dim"], torch.float32, seed=7)
     start = torch.tensor([100, 100, 100])
-    before = block_attention(q, k, v, start, **options, chunk=64)
+    before = block_attention(q, k, v, start, **options, splits=2)
     k[:, :, 100 - 17] += 1.0  # one position further back than the window of 17 reaches
-    assert torch.equal(block_attention(q, k, v, start, **options, chunk=64), before)
+    assert torch.equal(block_attention(q, k, v, start, **options, splits=2), before)
     k[:, :, 100 - 16] += 1.0
-    assert not torch.allclose(block_attention(q, k, v, start, **options, chunk=64), before)
+    assert not torch.allclose(block_attention(q, k, v, start, **options, splits=2), before)
 
 
 def test_a_query_is_the_same_from_any_slot_and_beside_any_neighbour():
     (q, k, v, _), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=9)
-    whole = block_attention(q, k, v, torch.tensor([90, 40]), **options, chunk=64)
+    whole = block_attention(q, k, v, torch.tensor([90, 40]), **options, splits=2)
     shifted = torch.zeros_like(q)
     shifted[:, :, :3] = q[:, :, 2:]
-    from_slot_two = block_attention(shifted, k, v, torch.tensor([92, 42]), **options, chunk=64)
+    from_slot_two = block_attention(shifted, k, v, torch.tensor([92, 42]), **options, splits=2)
     # The interpreter's matrix product is not bitwise the same for every row of a tile; tests/gpu asserts equality.
     torch.testing.assert_close(from_slot_two[:, :, :3], whole[:, :, 2:], atol=1e-6, rtol=1e-6)
-    swapped = block_attention(q.flip(0), k.flip(0), v.flip(0), torch.tensor([40, 90]), **options, chunk=64)
+    swapped = block_attention(q.flip(0), k.flip(0), v.flip(0), torch.tensor([40, 90]), **options, splits=2)
     assert torch.equal(swapped.flip(0), whole)
 
 
@@ -79,26 +79,29 @@ def test_every_query_may_say_its_own_position():
     (q, k, v, start), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=11)
     q, k, v = q[:, :2, :], k[:, :1], v[:, :1]
     positions = torch.minimum(start[:, None] + torch.arange(5), start[:, None] + torch.tensor([[2], [9]]))
-    actual = block_attention(q, k, v, positions, **options, chunk=64)
+    actual = block_attention(q, k, v, positions, **options, splits=2)
     torch.testing.assert_close(actual, block_attention_reference(q, k, v, positions, **options), atol=1e-5, rtol=1e-5)
-    assert torch.equal(actual[1], block_attention(q, k, v, start, **options, chunk=64)[1])
-    assert not torch.allclose(actual[0, :, 3:], block_attention(q, k, v, start, **options, chunk=64)[0, :, 3:])
+    assert torch.equal(actual[1], block_attention(q, k, v, start, **options, splits=2)[1])
+    assert not torch.allclose(actual[0, :, 3:], block_attention(q, k, v, start, **options, splits=2)[0, :, 3:])
 
 
 def test_the_cache_may_be_longer_than_needed():
     (q, k, v, _), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=13)
     q, k, v = q[:, :2, :3], k[:, :1], v[:, :1]
     start = torch.tensor([60, 90])
-    whole = block_attention(q, k, v, start, **options, chunk=64)
-    assert torch.equal(block_attention(q, k[:, :, :100], v[:, :, :100], start, **options, chunk=64), whole)
-    assert torch.equal(block_attention(q, k, v, start, limit=95, **options, chunk=64), whole)
+    whole = block_attention(q, k, v, start, **options, splits=2)
+    assert torch.equal(block_attention(q, k[:, :, :100], v[:, :, :100], start, **options, splits=2), whole)
+    assert torch.equal(block_attention(q, k, v, start, **options, splits=2), whole)
 
 
 def test_misuse_is_named():
     (q, k, v, start), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=1)
-    with pytest.raises(ValueError, match="multiple of 64"):
-        block_attention(q, k, v, start, **options, chunk=100)
+    with pytest.raises(ValueError, match="power of two up to 32"):
+        block_attention(q, k, v, start, **options, splits=3)
     with pytest.raises(ValueError, match="dtypes"):
         block_attention(q, k.half(), v, start, **options)
-    with pytest.raises(ValueError, match="up to 32"):
-        block_attention(q.repeat(1, 1, 8, 1), k, v, start, **{**options, "sinks": torch.zeros(4)})
+
+
+def test_contexts_are_shared_until_the_device_is_full():
+    assert [split_count(programs, 64) for programs in (1, 3, 8, 64, 65, 128, 5000)] == [32, 32, 16, 2, 2, 1, 1]
+    assert [split_count(programs, 16) for programs in (8, 64, 256)] == [32, 4, 1]
