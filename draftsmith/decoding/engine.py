@@ -31,7 +31,7 @@ from draftsmith.kernels.slot_state import REPORT_HEADER
 from draftsmith.targets.target import Target
 
 _FUSED_BLOCK_SIZE = 32
-"""Widest block of the fused attention kernel."""
+"""Widest block that the fused pass is tested with."""
 
 
 class Engine:
@@ -57,6 +57,7 @@ class Engine:
         self._reports = Reports()
         self._graphs: StepGraphs | None = None
         self.pool: SlotPool | None = None
+        self._pools = 0
 
     # --- what callers do ----------------------------------------------------------------------------------------------
 
@@ -123,8 +124,9 @@ class Engine:
 
     @property
     def preparations(self) -> tuple[int, int]:
-        """Which slots are in use, and how many steps are held ready in graphs: what changes it took time to prepare."""
-        return id(self.pool), 0 if self._graphs is None else self._graphs.prepared
+        """How often slots were made, and steps prepared for graphs with the present ones: where it changed, a run took
+        time for preparations."""
+        return self._pools, 0 if self._graphs is None else self._graphs.prepared
 
     @property
     def idle(self) -> bool:
@@ -181,6 +183,7 @@ class Engine:
     def _new_pool(self) -> SlotPool:
         """Slots for the rows that wait; the former pool, and the graphs of its memory, go."""
         self.pool = None
+        self._pools += 1
         if self._graphs_on:
             torch.cuda.synchronize(self.target.device)  # a graph may still be running
             self._graphs = StepGraphs(self.target.device, self.options.max_graphs)

@@ -23,20 +23,18 @@ class StepGraphs:
         self._warm: set[Hashable] = set()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self.prepared = 0
+        """Grows with every step that is warmed up or captured, also when a dropped graph is captured anew."""
 
     def __len__(self) -> int:
         return len(self._graphs)
-
-    @property
-    def prepared(self) -> int:
-        """Grows with every step that was warmed up or captured."""
-        return len(self._warm) + len(self._graphs)
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """One step, on the current stream as far as the caller can tell."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._warm:
             self._warm.add(key)
+            self.prepared += 1
             self._beside(step)
             return
         if graph is None:
@@ -65,4 +63,5 @@ class StepGraphs:
                 f"a decoding step cannot be captured in a CUDA graph: {error}; set graphs to off to decode eagerly"
             ) from error
         self._graphs[key] = graph
+        self.prepared += 1
         return graph

@@ -70,7 +70,7 @@ def _visible(start: Tensor, width: int, length: int, causal: bool, window: int |
     return visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])  # one program for prompts of any length
 def _attend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, position_ptr, sinks_ptr, partial_ptr, lse_ptr, out_ptr,
     q_stride_b, q_stride_h, q_stride_w, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
@@ -166,7 +166,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_from[:, None] + dims[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])  # one program for prompts of any length
 def _join_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, sinks_ptr, out_ptr, out_stride_b, out_stride_h, out_stride_w, width,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,

@@ -64,7 +64,7 @@ def _summed(source, offsets, inside, split_stride, SPLITS: tl.constexpr, dtype: 
     return value.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])  # one program for prompts of any length
 def _rope_cache_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, position_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
     qkv_stride_b, qkv_stride_w, split_stride, cos_stride_b, cos_stride_w, position_stride_b, position_stride_w,

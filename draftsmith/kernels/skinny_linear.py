@@ -95,10 +95,12 @@ def skinny_linear(
 
 def _tiles(outputs: int, inner: int) -> tuple[int, int, int]:
     """(splits, block_n, block_k) for a weight [outputs, inner]: enough programs to keep a large device's memory busy,
-    and no more, because each split's addends are written and read again."""
-    block_n, block_k = 64, 128
-    programs = triton.cdiv(outputs, block_n)
+    and no more, because each split's addends are written and read again. Parts are whole blocks wherever the inner
+    dimension allows it: a mask along it would break the loads into small ones."""
+    block_n, block_k = 64, 128 if inner % 128 == 0 else 64
+    programs, blocks = triton.cdiv(outputs, block_n), triton.cdiv(inner, block_k)
     splits = 1
-    while programs * splits < 192 and inner // (2 * splits) >= 4 * block_k:
-        splits *= 2
+    for factor in (2, 3):
+        while programs * splits < 192 and blocks % (splits * factor) == 0 and blocks // (splits * factor) >= 3:
+            splits *= factor
     return splits, block_n, block_k

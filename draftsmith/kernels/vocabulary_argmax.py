@@ -84,6 +84,7 @@ def vocabulary_argmax(
     *,
     block_n: int | None = None,
     block_k: int | None = None,
+    block_m: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -100,9 +101,9 @@ def vocabulary_argmax(
         raise ValueError(f"states {tuple(hidden.shape)} {hidden.dtype}, head {tuple(weight.shape)} {weight.dtype}")
     x = hidden.reshape(-1, inner).contiguous()
     rows = x.shape[0]
-    block_m = max(16, min(128 if x.dtype != torch.float32 else 32, triton.next_power_of_2(rows)))
+    block_m = block_m or max(16, min(128 if x.dtype != torch.float32 else 32, triton.next_power_of_2(rows)))
     block_n = block_n or (64 if block_m <= 32 else 128)
-    block_k = block_k or (128 if block_m <= 32 and x.dtype != torch.float32 else 64)
+    block_k = block_k or (128 if block_m <= 32 and x.dtype != torch.float32 and inner % 128 == 0 else 64)
     tiles = triton.cdiv(vocabulary, block_n)
     best = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     index = torch.empty(rows, tiles, dtype=torch.int32, device=x.device)
