@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 from device_timing import profile, say
@@ -25,6 +26,56 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 
 
+@dataclass
+class Speed:
+    """Sums over requests, one after the other: seconds to the first token, seconds after it, tokens, steps."""
+
+    prefill: float = 0.0
+    after: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    requests: int = 0
+
+    @property
+    def whole(self) -> float:
+        """Tokens a second, prefill included."""
+        return self.tokens / (self.prefill + self.after)
+
+    @property
+    def decoding(self) -> float:
+        """Tokens a second after the first."""
+        return (self.tokens - self.requests) / self.after
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "tokens_per_second": round(self.whole, 1),
+            "tokens_per_second_without_prefill": round(self.decoding, 1),
+            "prefill_ms": round(self.prefill / self.requests * 1e3, 2),
+            "step_ms": round(self.after / self.steps * 1e3, 4),
+        }
+
+
+def _timed(engine: Engine, prompts: list[list[int]], new: int) -> tuple[list[Generation], Speed]:
+    """Decodes one prompt after the other."""
+    speed, found = Speed(requests=len(prompts)), []
+    for prompt in prompts:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        (answer,) = engine.submit(_request(prompt, new))
+        while not answer.token_ids:
+            engine.step()
+        first = time.perf_counter()
+        while not answer.finished:
+            engine.step()
+        torch.cuda.synchronize()
+        found.append(answer.generation())
+        speed.prefill += first - begin
+        speed.after += time.perf_counter() - first
+        speed.tokens += len(answer.token_ids)
+        speed.steps += len(found[-1].accept_lengths)
+    return found, speed
+
+
 def trained(arguments: argparse.Namespace) -> None:
     """Tokens a second of a trained draft against plain decoding, over the first prompts of a file."""
     fuse = "auto" if arguments.fuse else "off"
@@ -36,7 +87,7 @@ def trained(arguments: argparse.Namespace) -> None:
         ids = target.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
         prompts.append([int(token) for token in ids])
     longest = max(len(prompt) for prompt in prompts) + arguments.new
-    size = dict(slots=1, max_length=longest)
+    size = dict(slots=1, max_length=longest, context_bucket=longest + 64)  # one graph holds every step
     speculative = Engine(target, draft, EngineOptions(**size))
     width = speculative.stepper.width
     engines = {
@@ -46,17 +97,18 @@ def trained(arguments: argparse.Namespace) -> None:
         "speculative, eager": Engine(target, draft, EngineOptions(**size, graphs="off")),
     }
     found: dict[str, list[Generation]] = {}
-    speeds: dict[str, float] = {}
+    speeds: dict[str, Speed] = {}
     for name, engine in engines.items():
-        some = prompts[: arguments.limit // 8] if "eager" in name else prompts
-        for prompt in (min(prompts, key=len), max(prompts, key=len)):  # captures
-            engine.decode(_request(prompt, arguments.new))
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        found[name] = [engine.decode(_request(prompt, arguments.new))[0] for prompt in some]
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        speeds[name] = sum(len(row.token_ids) for row in found[name]) / seconds
+        eager = "eager" in name
+        some = prompts[: max(1, arguments.limit // 8)] if eager else prompts
+        for prompt in some:  # kernels of every width of prompt
+            engine.decode(_request(prompt, 4))
+        if not eager:
+            for prompt in (min(prompts, key=len), max(prompts, key=len)):  # captures
+                engine.decode(_request(prompt, arguments.new))
+        before = engine.preparations
+        found[name], speeds[name] = _timed(engine, some, arguments.new)
+        say(part="timed", engine=name, captured_meanwhile=engine.preparations != before, **speeds[name].figures())
     lengths = [length for row in found["speculative"] for length in row.accept_lengths]
 
     def same(first: str, second: str) -> float:
@@ -66,8 +118,8 @@ def trained(arguments: argparse.Namespace) -> None:
     say(
         part="trained", prompts=len(prompts), new_tokens=arguments.new,
         accept_length=round(statistics.mean(lengths), 3),
-        tokens_per_second={name: round(speed, 1) for name, speed in speeds.items()},
-        speculative_over_plain=round(speeds["speculative"] / speeds["plain"], 3),
+        speculative_over_plain=round(speeds["speculative"].whole / speeds["plain"].whole, 3),
+        speculative_over_plain_without_prefill=round(speeds["speculative"].decoding / speeds["plain"].decoding, 3),
         same_as_plain_at_the_verify_width=same("speculative", "plain at the verify width"),
         same_as_plain=same("speculative", "plain"), same_as_eager=same("speculative", "speculative, eager"),
         draft_layers=draft.config.num_hidden_layers, block_size=draft.config.block_size, fused=target.fused,
