@@ -2,14 +2,18 @@
 
     python benchmarks/results.py all --conversations answers.jsonl --prompts gsm8k=gsm8k.jsonl \
         --prompts mt-bench=mt-bench.jsonl
-    python benchmarks/results.py method dspark ...    # one method, where the time on a machine is short
-    python benchmarks/results.py table                # what all calls so far add up to
+    python benchmarks/results.py method dspark domino ...    # some methods, where the time on a machine is short
+    python benchmarks/results.py capture ...                 # the features alone
+    python benchmarks/results.py table                       # what all calls so far add up to
 
 Captures the answers once, with the layout of the method that stores most, and trains each method's draft from that
-store for `--seconds` of wall time, its start included: a short run says how many steps those are, so that the learning
-rate falls to its end within them. The last checkpoint is exported and benched: accept lengths on all prompts in large
-batches, speeds one row at a time on the first of them. Each method leaves OUT/METHOD.json; `table` writes them into the
-page between its two markers. A method that fails is reported, and the others go on.
+store for `--seconds` of wall time. The clock runs over the whole call of the training: building the draft, starting the
+processes that read, evaluating before and after, saving. Only torch.compile's work is not in it: a first short run
+compiles, a second says how many steps the seconds hold, so that the learning rate falls to its end within them, and
+what both took is reported beside the training. The last checkpoint is exported and benched: accept lengths on all
+prompts in large batches, speeds one row at a time on the first of them. Each method leaves OUT/METHOD.json, written
+anew after every part; `table` writes them into the page between its two markers. A method that fails is reported, and
+the others go on.
 """
 
 import argparse
@@ -18,6 +22,8 @@ import platform
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +40,22 @@ from draftsmith.bench.options import BenchOptions
 from draftsmith.console import ConsoleProgress
 from draftsmith.data.prompts import find_prompts
 from draftsmith.errors import DraftsmithError
+from draftsmith.progress import Stage
 from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.targets.options import TargetOptions
+from draftsmith.targets.target import Target
 from draftsmith.workspace import Workspace
 
 STORES_MOST = "dspark"
 GAMMA = "draft.objective.weighting.gamma=7"
 # Methods by the recipe `smollm2-METHOD`, and what each needs for blocks of 16 beyond what all share.
-METHODS = {"dflash": (GAMMA,), "dpace": (), "domino": (GAMMA,), "dspark": (GAMMA,), "dflash2": (GAMMA,)}
+METHODS: dict[str, tuple[str, ...]] = {
+    "dflash": (GAMMA,),
+    "dpace": (),
+    "domino": (GAMMA,),
+    "dspark": (GAMMA,),
+    "dflash2": (GAMMA,),
+}
 TITLES = {
     "dflash": "DFlash",
     "dpace": "DFlash with D-PACE",
@@ -69,8 +84,12 @@ SHARED = (
     "train.eval_share=0.01",
     "train.data_workers=8",
     "export.which=last",
+    "track.every=100",
+    "track.tensorboard=false",
 )
-CALIBRATION_STEPS = 80
+COMPILE_STEPS = 40  # enough that every shape has come up
+CALIBRATION_STEPS = 300
+MARGIN = 0.98  # of the seconds, for rows that take longer than those of the calibration
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
@@ -80,7 +99,7 @@ def main() -> int:
     if arguments.command == "table":
         write_table(arguments)
         return 0
-    wanted = list(METHODS) if arguments.command == "all" else [arguments.method]
+    wanted = {"all": list(METHODS), "capture": []}.get(arguments.command, getattr(arguments, "methods", []))
     failed = False
     for method in [None, *wanted]:
         try:
@@ -99,13 +118,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     everything = commands.add_parser("all", help="capture, every method, the table")
-    one = commands.add_parser("method", help="capture if that is not done, and one method")
-    one.add_argument("method", choices=list(METHODS))
+    some = commands.add_parser("method", help="capture if that is not done, and some methods")
+    some.add_argument("methods", nargs="+", choices=list(METHODS), metavar="METHOD")
+    captured = commands.add_parser("capture", help="the features alone")
     table = commands.add_parser("table", help="the table of what is there")
-    for command in (everything, one):
+    for command in (everything, some, captured):
         command.add_argument("--conversations", type=Path, required=True, help="JSONL of the target's own answers")
         command.add_argument(
-            "--prompts", action="append", required=True, help="NAME=SOURCE: prompts to bench on, as for bench.prompts"
+            "--prompts", action="append", default=[], help="NAME=SOURCE: prompts to bench on, as for bench.prompts"
         )
         command.add_argument("--work", type=Path, default=None, help="directory of store and runs (default: OUT)")
         command.add_argument("--seconds", type=float, default=170.0, help="wall time of each training")
@@ -115,10 +135,14 @@ def _arguments() -> argparse.Namespace:
         command.add_argument("--batch-size", type=int, default=32, help="of the bench of accept lengths")
         command.add_argument("--speed-prompts", type=int, default=24, help="prompts of the bench at batch size 1")
         command.add_argument("--set", action="append", default=[], dest="overrides", help="a further recipe override")
-    for command in (everything, one, table):
+    for command in (everything, some, captured, table):
         command.add_argument("--out", type=Path, default=Path("runs/results"), help="directory of the results")
         command.add_argument("--page", type=Path, default=Path("docs/results.md"), help="the page to write into")
     return parser.parse_args()
+
+
+_LOADED: dict[TargetOptions, Target] = {}
+"""The target is loaded once, before anything is timed."""
 
 
 # --- the work ---------------------------------------------------------------------------------------------------------
@@ -128,7 +152,11 @@ def _workspace(method: str, arguments: argparse.Namespace, run: str, *further: s
     work = arguments.work or arguments.out
     overrides = [f"run={work / run}", f"data.conversations={arguments.conversations}"]
     recipe = load_recipe(f"smollm2-{method}", [*SHARED, *METHODS[method], *overrides, *arguments.overrides, *further])
-    return Workspace(recipe, progress=ConsoleProgress(), say=_say, redo=True)
+    workspace = Workspace(recipe, progress=ConsoleProgress(), say=_say, redo=True)
+    if recipe.target not in _LOADED:
+        _LOADED[recipe.target] = workspace.target
+    workspace.target = _LOADED[recipe.target]
+    return workspace
 
 
 def _capture(arguments: argparse.Namespace) -> dict[str, object]:
@@ -140,47 +168,94 @@ def _capture(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _method(method: str, arguments: argparse.Namespace) -> dict[str, object]:
     store = (arguments.work or arguments.out) / "store" / "features"
+    line: dict[str, Any] = {"part": method, "machine": _machine(), "settings": _settings(method, arguments)}
     steps = arguments.steps
     if steps is None:
-        steps = _steps_within(arguments.seconds, _linked(_calibration(method, arguments), store))
+        found = _calibrated(method, arguments, store)
+        line |= {"calibration": found}
+        steps = max(1, int((MARGIN * arguments.seconds - found["start_seconds"]) / found["step_seconds"]))
     workspace = _linked(_workspace(method, arguments, method, f"train.max_steps={steps}"), store)
-    seconds = _train(workspace)
+    line |= {"steps": steps, "training_seconds": round(_train(workspace), 1)}
+    line |= {"first_evaluation": _evaluation(workspace.recipe, 0), "evaluation": _evaluation(workspace.recipe, -1)}
+    line |= {"train_tail": _log_entries(workspace.recipe)[-1], "benches": {}}
+    _write(method, arguments, line)
     workspace.export()
-    workspace.load_draft(None)  # loads the target too, before anything is timed
-    line: dict[str, object] = {"part": method, "steps": steps, "training_seconds": round(seconds, 1)}
-    line |= {"evaluation": _last_evaluation(workspace.recipe), "machine": _machine(), "benches": {}}
     limits = {name: int(count) for name, _, count in (part.partition("=") for part in arguments.limit.split(","))}
-    benches: dict[str, Any] = {}
-    for named in arguments.prompts:
-        name, _, source = named.partition("=")
-        accepted = _bench(workspace, method, arguments, name, source, limits.get(name), arguments.batch_size)
-        alone = _bench(workspace, method, arguments, name, source, arguments.speed_prompts, 1)
-        benches[name] = {"accepted": accepted.to_json(), "alone": alone.to_json()}
-    line["benches"] = benches
-    (arguments.out / f"{method}.json").write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
-    return line
+    for kind, batch_size in (("accepted", arguments.batch_size), ("alone", 1)):
+        for named in arguments.prompts:
+            name, _, source = named.partition("=")
+            limit = limits.get(name) if kind == "accepted" else arguments.speed_prompts
+            started = time.perf_counter()
+            measured = _bench(workspace, method, arguments, name, source, limit, batch_size).to_json()
+            line["benches"].setdefault(name, {})[kind] = measured
+            _write(method, arguments, line)
+            _say(f"{method}: {name}, batch size {batch_size}, in {time.perf_counter() - started:.1f} s")
+    return {name: value for name, value in line.items() if name != "train_tail"}
 
 
-def _calibration(method: str, arguments: argparse.Namespace) -> Workspace:
-    short = (f"train.max_steps={CALIBRATION_STEPS}", "train.eval_share=0", f"track.every={CALIBRATION_STEPS // 4}")
-    return _workspace(method, arguments, f"{method}-calibration", *short)
+def _settings(method: str, arguments: argparse.Namespace) -> list[str]:
+    return [*SHARED, *METHODS[method], *arguments.overrides]
 
 
-def _steps_within(seconds: float, workspace: Workspace) -> int:
-    """How many steps a training of so many seconds has, from a short one: its start, and the rate at its end."""
-    whole = _train(workspace)
-    entries = [json.loads(line) for line in (workspace.recipe.training / "metrics.jsonl").read_text().splitlines()]
-    rate = entries[-1]["tokens_per_second"]
-    step = 0.97 * workspace.recipe.train.tokens_per_row * workspace.recipe.train.rows_per_step / rate
+def _calibrated(method: str, arguments: argparse.Namespace, store: Path) -> dict[str, float]:
+    """Seconds of a step, of what a training takes besides its steps, and of compiling.
+
+    Of two short runs in this process: the first compiles, the second is like the training itself.
+    """
+
+    def run(name: str, steps: int) -> tuple[float, list[float]]:
+        workspace = _linked(_workspace(method, arguments, f"{method}-{name}", f"train.max_steps={steps}"), store)
+        clocked = _ClockedProgress()
+        workspace.progress = clocked
+        return _train(workspace), clocked.times
+
+    first, _ = run("compile", COMPILE_STEPS)
+    whole, times = run("calibration", CALIBRATION_STEPS)
+    settled = times[len(times) // 3 :]  # past what had been read ahead
+    step = (settled[-1] - settled[0]) / (len(settled) - 1)
     start = max(0.0, whole - CALIBRATION_STEPS * step)
-    _say(f"calibration: {1 / step:.2f} steps/s, {start:.1f} s to start")
-    return max(1, int((seconds - start) / step))
+    found = {
+        "step_seconds": step,
+        "start_seconds": start,
+        "compiling_seconds": max(0.0, first - start - COMPILE_STEPS * step),
+        "calibration_seconds": first + whole,
+    }
+    found = {name: round(value, 4) for name, value in found.items()}
+    _say(f"{method}: {1 / step:.2f} steps/s, {json.dumps(found)}")
+    return found
+
+
+class _ClockedProgress(ConsoleProgress):
+    """Remembers when every step of a training ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    @contextmanager
+    def stage(self, name: str, total: float | None, unit: str) -> Iterator[Stage]:
+        with super().stage(name, total, unit) as stage:
+            yield _ClockedStage(stage, self.times)
+
+
+class _ClockedStage:
+    def __init__(self, stage: Stage, times: list[float]) -> None:
+        self._stage, self._times = stage, times
+
+    def advance(self, amount: float = 1.0, **fields: str) -> None:
+        if amount:
+            self._times.append(time.perf_counter())
+        self._stage.advance(amount, **fields)
 
 
 def _train(workspace: Workspace) -> float:
     started = time.perf_counter()
-    workspace.train()
+    workspace.train(fresh=True)
     return time.perf_counter() - started
+
+
+def _write(method: str, arguments: argparse.Namespace, line: dict[str, Any]) -> None:
+    (arguments.out / f"{method}.json").write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
 
 
 def _linked(workspace: Workspace, store: Path) -> Workspace:
@@ -224,10 +299,14 @@ def _bench(
     return figures(report, report.drafts[0], batch_size)
 
 
-def _last_evaluation(recipe: Recipe) -> dict[str, float]:
-    entries = [json.loads(line) for line in (recipe.training / "metrics.jsonl").read_text().splitlines()]
-    found = [entry for entry in entries if entry["kind"] == "eval"]
-    return {name: value for name, value in found[-1].items() if isinstance(value, float)} if found else {}
+def _log_entries(recipe: Recipe, kind: str = "train") -> list[dict[str, Any]]:
+    lines = (recipe.training / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+
+
+def _evaluation(recipe: Recipe, number: int) -> dict[str, Any]:
+    found = _log_entries(recipe, "eval")
+    return found[number] if found else {}
 
 
 def _machine() -> dict[str, str]:
