@@ -143,10 +143,10 @@ class Layer(nn.Module):
         queries, keys, values, state = before(self, hidden, cosine, sine)
         attention = self.self_attn
         mixed = attend(
-            queries,
+            queries.transpose(1, 2),
             *context,
-            keys,
-            values,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
             kind=attention.kind,
             scale=attention.scale,
             sinks=attention.attention_sink_bias,
@@ -156,14 +156,19 @@ class Layer(nn.Module):
     def before_attention(
         self, hidden: Tensor, cosine: Tensor, sine: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """hidden [R, N, B, H] -> queries [R, heads, N*B, d], keys and values [R, kv_heads, N*B, d] of the slots, and
-        what the wrapper around attention keeps."""
+        """hidden [R, N, B, H] -> queries [R, N*B, heads, d], keys and values [R, N*B, kv_heads, d] of the slots, and
+        what the wrapper around attention keeps.
+
+        Heads stand last but one, as the projections lay them: the backward of compiled code wants the gradients of
+        its results contiguous, and would copy those of transposed ones.
+        """
         inner, state = self._normed(self.input_layernorm, hidden), None
         if self.attention_conv is not None:
             inner, state = cast(SublayerWrapper, self.attention_conv).before(inner)
         inner = inner.flatten(1, 2)
         keys, values = self.self_attn.keys_values(inner, cosine, sine)
-        return self.self_attn.queries(inner, cosine, sine), keys, values, state
+        queries = self.self_attn.queries(inner, cosine, sine)
+        return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), state
 
     def after_attention(self, mixed: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
         """mixed [R, heads, N*B, d], hidden [R, N, B, H] as it came to the layer -> [R, N, B, H]."""
@@ -219,12 +224,15 @@ class Backbone(nn.Module):
         """Per layer, keys and values of the context: features [R, S, T*H], positions [R, S] -> each [R, kv_heads, S,
         d]."""
         run = Backbone._context_keys_values
-        return (compiled(run) if self.fused else run)(self, features, positions)
+        found = (compiled(run) if self.fused else run)(self, features, positions)
+        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in found]
 
     def _context_keys_values(self, features: Tensor, positions: Tensor) -> ContextKeysValues:
+        """As `context_keys_values`, but [R, S, kv_heads, d]: see `Layer.before_attention`."""
         context = self.hidden_norm(self.fc(features))
         cosine, sine = self.rope(positions)
-        return [cast(Layer, layer).self_attn.keys_values(context, cosine, sine) for layer in self.layers]
+        pairs = [cast(Layer, layer).self_attn.keys_values(context, cosine, sine) for layer in self.layers]
+        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
 
     def fuse(self) -> None:
         """Run compiled code for everything but attention from now on."""
