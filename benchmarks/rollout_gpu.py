@@ -28,7 +28,7 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.kernels.keys import key_ids
 from draftsmith.kernels.low_rank_argmax import low_rank_argmax, new_keys
-from draftsmith.kernels.low_rank_pruning import candidates, pruned_low_rank_argmax, row_norms
+from draftsmith.kernels.low_rank_pruning import leaders, pruned_low_rank_argmax, row_norms
 from draftsmith.targets.ends import TargetEnds
 
 VOCAB, HIDDEN = 151936, 4096
@@ -221,10 +221,10 @@ def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
         for size in (spread / 2, spread, 2 * spread, 4 * spread):
             latent = torch.randn(batch, 256, device=DEVICE, dtype=DTYPE)
             weight = torch.randn(VOCAB, 256, device=DEVICE, dtype=DTYPE) * (size / 16)
-            norms, few = row_norms(weight), candidates(base.flatten(0, 1)).unflatten(0, (batch, 15))
+            norms, few = row_norms(weight), leaders(base.flatten(0, 1)).unflatten((batch, 15)).of((slice(None), 3))
             read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
             keys = new_keys(batch, device=DEVICE)
-            pruned_low_rank_argmax(base[:, 3], weight, latent, keys, norms=norms, candidates=few[:, 3], read=read)
+            pruned_low_rank_argmax(base[:, 3], weight, latent, keys, norms=norms, leaders=few, read=read)
             yield {"part": "share read", "batch": batch, "spread": size, "share": float(read.float().mean()) / VOCAB}
 
 
@@ -247,13 +247,13 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
             base = (3 * torch.randn(batch, vocab, device=DEVICE, generator=generator)).to(DTYPE)
             if kind % 2:
                 base = (base * 2).round() / 2  # many ties
-            few = candidates(base)
+            few = leaders(base)
             for _ in range(60):
                 latent = torch.randn(batch, rank, device=DEVICE, dtype=DTYPE, generator=generator)
                 one, other = new_keys(batch, device=DEVICE), new_keys(batch, device=DEVICE)
                 low_rank_argmax(base, weight, latent, one)
                 read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-                pruned_low_rank_argmax(base, weight, latent, other, norms=norms, candidates=few, read=read)
+                pruned_low_rank_argmax(base, weight, latent, other, norms=norms, leaders=few, read=read)
                 mismatches += (one != other).sum()
                 rows_read += read.sum()
                 rows += batch * vocab

@@ -9,13 +9,13 @@ from torch.nn import functional
 
 from draftsmith.algorithms.algorithm import Proposals, TokenSampler
 from draftsmith.algorithms.rollout import Derived, RowSampling, VocabularyPart
-from draftsmith.algorithms.search import BlockSearch, Search
+from draftsmith.algorithms.search import BlockSearch, Search, base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.input_gates import input_gates, input_gates_reference, token_table
-from draftsmith.kernels.keys import key_ids, pack_keys
+from draftsmith.kernels.keys import key_ids, token_keys
 from draftsmith.kernels.prefix_gru import MAX_WIDTH, advance, advance_reference
 from draftsmith.targets.ends import TargetEnds
 
@@ -78,7 +78,8 @@ class KeyedDominoProposer:
         """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
         head = cast(DominoHead, self.draft.head)
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
-        block = self.search.block(self.draft.logits(slots, self.part_ends), anchor_ids, cast(RowSampling, sampler))
+        base = base_logits(self.draft, slots, self.part_ends, self.kernels)
+        block = self.search.block(base, anchor_ids, cast(RowSampling, sampler))
         # W1 [h; s] = W1_h h + W1_s s, the first for all slots at once.
         for_hidden, for_state = cast(nn.Linear, head.embed_proj[0]).weight.split(
             (slots.shape[-1], head.prefix_gru.hidden_size), dim=1
@@ -101,8 +102,7 @@ class KeyedDominoProposer:
         if not self.kernels or self.table is not None or batch > GUESSED_ROWS or block.search.part.parts > 1:
             return None  # of a shared vocabulary, a process sees a part of the logits only
         tokens = torch.cat((anchor_ids.view(-1, 1, 1).expand(-1, 1, GUESSES), block.guesses(GUESSES)[:, :-1]), dim=1)
-        flat = pack_keys(torch.zeros(1, device=tokens.device), tokens.flatten())
-        return tokens, self._input_gates(flat, None).sum(0).view(*tokens.shape, -1)
+        return tokens, self._input_gates(token_keys(tokens.flatten()), None).sum(0).view(*tokens.shape, -1)
 
     def _input_gates(self, keys: Tensor, known: tuple[Tensor, Tensor] | None) -> Tensor:
         weight = cast(Tensor, cast(DominoHead, self.draft.head).prefix_gru.weight_ih_l0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Proposals, TokenSampler
 from draftsmith.algorithms.rollout import RowSampling, VocabularyPart
-from draftsmith.algorithms.search import Search
+from draftsmith.algorithms.search import Search, base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dspark import DSparkHead
@@ -58,7 +58,8 @@ class KeyedDSparkProposer:
         head = cast(DSparkHead, self.draft.head)
         markov = head.markov_head
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
-        block = self.search.block(self.draft.logits(slots, self.part_ends), anchor_ids, cast(RowSampling, sampler))
+        base = base_logits(self.draft, slots, self.part_ends, self.search.kernels)
+        block = self.search.block(base, anchor_ids, cast(RowSampling, sampler))
         state = slots.new_zeros(slots.shape[0], markov.rank)
         for step in range(self.num_proposals):
             if markov.latent_is_embedding:

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from draftsmith.algorithms.rollout import Derived, RowSampling, VocabularyPart
+from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels import low_rank_argmax as dense
 from draftsmith.kernels import low_rank_pruning as pruning
+from draftsmith.kernels.block_keys import begin_keys, begin_keys_reference, block_tokens, block_tokens_reference
+from draftsmith.kernels.few_states import MAX_STATES, few_states_logits
 from draftsmith.kernels.keys import key_ids, pack_keys
 from draftsmith.kernels.noise import gumbel_noise
+from draftsmith.targets.ends import TargetEnds
 
 PRUNED_ROWS = 2
 """The most rows of a batch for which kernels leave rows of W2 out."""
@@ -49,6 +54,12 @@ class Search:
         return BlockSearch(self, base, anchor_ids, sampler)
 
 
+def base_logits(draft: Draft, slots: Tensor, ends: TargetEnds, kernels: bool) -> Tensor:
+    """Logits without correction: slots [batch, P, H], contiguous -> [batch, P, n]."""
+    few = kernels and slots.shape[:-1].numel() <= MAX_STATES
+    return draft.logits(slots, ends, few_states_logits if few else functional.linear)
+
+
 def _check_rank(weight: Tensor, pruned: bool) -> None:
     rank = weight.shape[1]
     if rank > dense.MAX_RANK:
@@ -70,16 +81,15 @@ class BlockSearch:
         self.search, self.base, self.sampler = search, base, sampler
         batch, steps, _ = base.shape
         self.weight = search.weight()
-        self.keys = dense.new_keys(steps + 1, batch, device=base.device)
-        self.keys[0] = pack_keys(torch.zeros(1, device=base.device), anchor_ids)
+        self.keys = (begin_keys if search.kernels else begin_keys_reference)(anchor_ids, steps)
         self.scores = None if sampler.greedy else torch.empty(base.shape, dtype=torch.float32, device=base.device)
         self.filtered_q: list[Tensor] = []
-        self.candidates: Tensor | None = None
+        self.leaders: pruning.Leaders | None = None
         # Rows prune each for itself, so that more of them soon read the matrix more than once.
         prunes = search.norms is not None and (batch <= PRUNED_ROWS or not search.kernels)
         if prunes and sampler.greedy:
-            find = pruning.candidates if search.kernels else pruning.candidates_reference
-            self.candidates = find(base.flatten(0, 1)).unflatten(0, (batch, steps))
+            find = pruning.leaders if search.kernels else pruning.leaders_reference
+            self.leaders = find(base.flatten(0, 1)).unflatten((batch, steps))
 
     def choose(self, step: int, latent: Tensor | None, *, of_previous: bool = False) -> None:
         """Finds the tokens of `step` from base + W2 u: latent u [batch, E], or None without a correction; of_previous:
@@ -92,14 +102,14 @@ class BlockSearch:
             self._choose_filtered(step, self.scores[:, step], self.sampler.filtered)
 
     def guesses(self, count: int) -> Tensor:
-        """Each step's likeliest tokens without correction [batch, P, count] int64; kernels only."""
-        base = self.base.flatten(0, 1)
-        few = pruning.candidates(base) if self.candidates is None else self.candidates.flatten(0, 1)
-        return pruning.likeliest(base, few, count).view(*self.base.shape[:2], count)
+        """Some of each step's likeliest tokens without correction [batch, P, count] int32; kernels only."""
+        if self.leaders is None:
+            return pruning.leaders(self.base.flatten(0, 1)).firsts[:, :count].unflatten(0, self.base.shape[:2])
+        return self.leaders.firsts[..., :count]
 
     def token_ids(self) -> Tensor:
         """The block's tokens [batch, P] int64."""
-        return key_ids(self.keys[1:]).T.contiguous()
+        return (block_tokens if self.search.kernels else block_tokens_reference)(self.keys)
 
     def distributions(self) -> Tensor | None:
         """What the tokens were drawn from [batch, P, V] fp32, or None when all rows are greedy."""
@@ -135,15 +145,17 @@ class BlockSearch:
                 base, weight, latent, keys, self.scores[:, step], temperature=sampler.temperature, seeds=sampler.seeds,
                 positions=sampler.anchors, draw=step, previous=previous, first_id=search.part.first,
             )  # fmt: skip
-        elif self.candidates is None or search.norms is None or weight is None or latent is None:
+        elif self.leaders is None or search.norms is None or weight is None or latent is None:
             # Every other step walks backwards: what the step before read last is still in the cache.
             dense.low_rank_argmax(
-                base, weight, latent, keys, previous=previous, first_id=search.part.first, reverse=step % 2 == 1
-            )
+                base, weight, latent, keys, previous=previous, first_id=search.part.first, reverse=step % 2 == 1,
+                overlap=step > 0,
+            )  # fmt: skip
         else:
+            # The first search waits for all that is made once a block; later ones read it before they wait.
             pruning.pruned_low_rank_argmax(
-                base, weight, latent, keys, norms=search.norms(), candidates=self.candidates[:, step],
-                previous=previous, first_id=search.part.first,
+                base, weight, latent, keys, norms=search.norms(), leaders=self.leaders.of((slice(None), step)),
+                previous=previous, first_id=search.part.first, overlap=step > 0,
             )  # fmt: skip
 
     def _run_reference(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
@@ -158,10 +170,10 @@ class BlockSearch:
             found, self.scores[:, step] = dense.low_rank_sample_reference(
                 base, weight, latent, noise, sampler.temperature, first
             )
-        elif self.candidates is None or search.norms is None:
+        elif self.leaders is None or search.norms is None:
             found = dense.low_rank_argmax_reference(base, weight, latent, first)
         else:
             found = pruning.pruned_low_rank_argmax_reference(
-                base, weight, latent, search.norms(), self.candidates[:, step], first
+                base, weight, latent, search.norms(), self.leaders.firsts[:, step], first
             )
         self.keys[step + 1].copy_(found)

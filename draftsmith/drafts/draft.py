@@ -89,7 +89,7 @@ class Draft(nn.Module):
         canonical = read_directory(directory, layout, strict=strict, allow_pickle=allow_pickle)
         for note in canonical.notes:
             _log.warning("%s: %s", directory, note)
-        if canonical.ignored:
+        if canonical.ignored and canonical.target is None:  # a layout that carries the target holds more than the draft
             _log.warning("%s: drafts have no %s; not loaded", directory, ", ".join(canonical.ignored))
         config = DraftConfig.parse(canonical.config)
         # On the meta device no parameter has a value, so one that nobody loads cannot be used by accident.
@@ -183,13 +183,18 @@ class Draft(nn.Module):
             embeddings = embeddings * self.config.input_embedding_scale
         return self.backbone(embeddings, positions, context, attend)
 
-    def logits(self, hidden: Tensor, ends: "TargetEnds") -> Tensor:
+    def logits(
+        self,
+        hidden: Tensor,
+        ends: "TargetEnds",
+        product: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear,
+    ) -> Tensor:
         """Unary logits of slots: hidden [..., H] -> [..., V].
 
         The target's own output head (soft-cap included, if it has one), then the draft's `output_multiplier` and
-        `final_logit_softcapping` c: c * tanh(logits / c).
+        `final_logit_softcapping` c: c * tanh(logits / c). product: what multiplies states with the head.
         """
-        logits = ends.project(hidden.to(ends.head_weight.dtype))
+        logits = ends.project(hidden.to(ends.head_weight.dtype), product)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

@@ -26,6 +26,11 @@ def pack_keys(scores: Tensor, ids: Tensor) -> Tensor:
     return (ordered.long() << 32) | (_LOW - ids)
 
 
+def token_keys(ids: Tensor) -> Tensor:
+    """`pack_keys` of tokens whose score is 0."""
+    return _LOW - ids
+
+
 def key_ids(keys: Tensor) -> Tensor:
     """The tokens of keys, int64."""
     return _LOW - (keys & _LOW)

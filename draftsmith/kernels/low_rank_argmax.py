@@ -177,6 +177,7 @@ def low_rank_argmax(
     previous: Tensor | None = None,
     first_id: int = 0,
     reverse: bool = False,
+    overlap: bool = True,
     tiling: Tiling | None = None,
 ) -> None:
     """Raises `keys` to the best token's key under base + W2 u, ties to the lowest id.
@@ -185,9 +186,10 @@ def low_rank_argmax(
     contiguous, of one dtype (accumulation is in fp32), or both None: the best of base alone. With `previous` [batch]
     int64, keys of tokens, latent is a table [*, E] and u its rows of these tokens. keys [batch] int64 in place: start
     from `LOWEST_KEY`. first_id: the id of row 0, for a part of a vocabulary. reverse: tiles from the last to the
-    first, so that alternating calls find in the cache what the call before read last.
+    first, so that alternating calls find in the cache what the call before read last. overlap: begin before the
+    kernel before this one has ended (`overlap.overlapping`).
     """
-    _scan(base, weight, latent, keys, previous, first_id, reverse, tiling, None)
+    _scan(base, weight, latent, keys, previous, first_id, reverse, overlap, tiling, None)
 
 
 def low_rank_sample(
@@ -211,7 +213,8 @@ def low_rank_sample(
     [batch] int64 in [0, 2^32), which with `draw` number the noise as `noise.gumbel_noise` does. scores [batch, V] fp32,
     rows contiguous. The other arguments as for `low_rank_argmax`.
     """
-    _scan(base, weight, latent, keys, previous, first_id, False, tiling, (scores, temperature, seeds, positions, draw))
+    sampling = (scores, temperature, seeds, positions, draw)
+    _scan(base, weight, latent, keys, previous, first_id, False, True, tiling, sampling)
 
 
 def _scan(
@@ -222,6 +225,7 @@ def _scan(
     previous: Tensor | None,
     first_id: int,
     reverse: bool,
+    overlap: bool,
     tiling: Tiling | None,
     sampling: tuple[Tensor, Tensor, Tensor, Tensor, int] | None,
 ) -> None:
@@ -242,7 +246,7 @@ def _scan(
         base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, draw,
         BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
         CORRECT=weight is not None, GATHER=previous is not None, SAMPLE=sampling is not None,
-        REVERSE=reverse, STAGES=tiling.stages, num_warps=tiling.warps, **overlapping(base.device),
+        REVERSE=reverse, STAGES=tiling.stages, num_warps=tiling.warps, **overlapping(base.device, overlap),
     )  # fmt: skip
 
 

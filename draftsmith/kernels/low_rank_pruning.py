@@ -18,19 +18,30 @@ win.
 when its bound is *below* L. Its score is then below L as well, so it is neither the best nor equal to the best, and the
 lowest id among the best is among the rows that are read. Scores of read rows are computed as `low_rank_argmax` computes
 them, so the keys agree bit for bit. How good L is decides only how many rows are read.
+
+**Who is read when.** The rows that the rule leaves are mostly those with the best base logits, which are known before
+the first step. So the vocabulary is cut into groups, and the few best of each group by base alone (`leaders`) are read
+without asking, while the kernel before this one still computes the latent; L is the score of the best of them all. Rows
+that the bound leaves and that are not leaders are read after it. The order decides nothing but time.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
 from draftsmith.kernels.low_rank_argmax import check_operands, low_rank_scores
 from draftsmith.kernels.overlap import overlapping
 
-CANDIDATES = 64
-"""Rows that give the lower bound L: the best base logit of each of so many parts of the vocabulary."""
+GROUP, LEADERS = 512, 4
+"""Tokens of a group, and how many of them, the best by base, are always read."""
+FIRSTS = 16
+"""Rows that give the lower bound L: the best of the groups' best."""
+TILE = 64
+"""Rows of a product. Of one size everywhere, the dense search included, so that scores agree bit for bit."""
 
 UNDERFLOW = 2.0**-114
 
@@ -58,83 +69,108 @@ def upper_bounds(base: Tensor, norms: Tensor, latent: Tensor) -> Tensor:
     return wide + reach + (slack(latent.shape[-1]) * (wide.abs() + reach) + UNDERFLOW)
 
 
+class Leaders(NamedTuple):
+    """What base logits say of each row beforehand: groups of tokens, and the best of each.
+
+    ids [..., n * LEADERS] int32, the best of each of n groups, best first; where a group has fewer tokens, its last one
+    again. limits [..., n] int64, the key of the weakest leader of each group. firsts [..., FIRSTS] int32, the best of
+    the groups' best, best first.
+    """
+
+    ids: Tensor
+    limits: Tensor
+    firsts: Tensor
+
+    def of(self, index: Any) -> "Leaders":
+        """The same, of some rows."""
+        return Leaders(*(part[index] for part in self))
+
+    def unflatten(self, sizes: tuple[int, ...]) -> "Leaders":
+        """The same, with the rows in several dimensions."""
+        return Leaders(*(part.unflatten(0, sizes) for part in self))
+
+
 def pruned_low_rank_argmax_reference(
-    base: Tensor, weight: Tensor, latent: Tensor, norms: Tensor, candidates: Tensor, first_id: int = 0
+    base: Tensor, weight: Tensor, latent: Tensor, norms: Tensor, firsts: Tensor, first_id: int = 0
 ) -> Tensor:
     """Plain PyTorch for `pruned_low_rank_argmax`, by the same rule: keys [batch] int64."""
     scores = low_rank_scores(base, weight, latent)
-    lower = scores.gather(-1, candidates.long()).amax(-1, keepdim=True)
+    lower = scores.gather(-1, firsts.long()).amax(-1, keepdim=True)
     left_out = upper_bounds(base, norms, latent) < lower
     ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
     return pack_keys(scores, ids).masked_fill(left_out, LOWEST_KEY).amax(-1)
 
 
-def candidates_reference(base: Tensor) -> Tensor:
-    """Plain PyTorch for `candidates`."""
-    part = triton.cdiv(base.shape[-1], CANDIDATES)
-    padded = torch.nn.functional.pad(base.float(), (0, part * CANDIDATES - base.shape[-1]), value=float("-inf"))
-    offsets = torch.arange(CANDIDATES, device=base.device) * part
-    ids = padded.unflatten(-1, (CANDIDATES, part)).argmax(-1) + offsets
-    return ids.clamp(max=base.shape[-1] - 1).int()
-
-
-@triton.jit
-def _candidates_kernel(base_ptr, out_ptr, stride, vocab, part, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    where = tl.zeros([BLOCK], tl.int32) + index * part
-    for offset in range(0, part, BLOCK):
-        inside = offset + tl.arange(0, BLOCK)
-        tokens = index * part + inside
-        score = tl.load(base_ptr + row * stride + tokens, mask=(inside < part) & (tokens < vocab), other=float("-inf"))
-        score = score.to(tl.float32)
-        better = score > best
-        best = tl.where(better, score, best)
-        where = tl.where(better, tokens, where)
-    top = tl.max(best, 0)
-    chosen = tl.min(tl.where(best == top, where, 2147483647), 0)
-    tl.store(out_ptr + row * COUNT + index, tl.minimum(chosen, vocab - 1))
-
-
-def candidates(base: Tensor) -> Tensor:
-    """The best token of each of `CANDIDATES` parts of the vocabulary: base [n, V], rows contiguous -> [n, 64] int32."""
+def leaders_reference(base: Tensor) -> Leaders:
+    """Plain PyTorch for `leaders`."""
     rows, vocab = base.shape
-    out = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=base.device)
-    part = triton.cdiv(vocab, CANDIDATES)
-    _candidates_kernel[(rows, CANDIDATES)](
-        base, out, base.stride(0), vocab, part, COUNT=CANDIDATES, BLOCK=1024, num_warps=4
-    )
-    return out
+    groups = triton.cdiv(vocab, GROUP)
+    keys = pack_keys(base.float(), torch.arange(vocab, device=base.device))
+    padded = torch.nn.functional.pad(keys, (0, groups * GROUP - vocab), value=LOWEST_KEY).unflatten(-1, (groups, GROUP))
+    best = padded.topk(LEADERS, dim=-1).values  # [rows, groups, LEADERS]
+    for place in range(1, LEADERS):
+        short = best[..., place] == LOWEST_KEY
+        best[..., place] = torch.where(short, best[..., place - 1], best[..., place])
+    tops = torch.nn.functional.pad(best[..., 0], (0, max(0, FIRSTS - groups)), value=LOWEST_KEY)
+    firsts = tops.topk(FIRSTS, dim=-1).values
+    firsts = torch.where(firsts == LOWEST_KEY, firsts[:, :1], firsts)
+    return Leaders(key_ids(best).int().flatten(1), best[..., -1].contiguous(), key_ids(firsts).int())
 
 
 @triton.jit
-def _likeliest_kernel(  # type: ignore[no-untyped-def]
-    base_ptr, candidates_ptr, out_ptr, stride, COUNT: tl.constexpr, WANTED: tl.constexpr
+def _leaders_kernel(  # type: ignore[no-untyped-def]
+    base_ptr, ids_ptr, limits_ptr, tops_ptr, stride, vocab, GROUP: tl.constexpr, LEADERS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    tokens = tl.load(candidates_ptr + row * COUNT + tl.arange(0, COUNT))
-    score = tl.load(base_ptr + row * stride + tokens).to(tl.float32)
-    for index in tl.static_range(WANTED):
-        key = pack_keys_in_kernel(score, tokens)
-        top = tl.max(key, 0)
-        tl.store(out_ptr + row * WANTED + index, key_ids_in_kernel(top))
-        score = tl.where(key == top, float("-inf"), score)
+    group = tl.program_id(1)
+    index = row * tl.num_programs(1) + group
+    tokens = group * GROUP + tl.arange(0, GROUP)
+    score = tl.load(base_ptr + row * stride + tokens, mask=tokens < vocab, other=0.0).to(tl.float32)
+    keys = tl.where(tokens < vocab, pack_keys_in_kernel(score, tokens), -9223372036854775808)
+    leader = tl.max(keys, 0)
+    tl.store(tops_ptr + index, leader)
+    tl.store(ids_ptr + index * LEADERS, key_ids_in_kernel(leader).to(tl.int32))
+    for place in tl.static_range(1, LEADERS):
+        keys = tl.where(keys == leader, -9223372036854775808, keys)
+        best = tl.max(keys, 0)
+        leader = tl.where(best == -9223372036854775808, leader, best)
+        tl.store(ids_ptr + index * LEADERS + place, key_ids_in_kernel(leader).to(tl.int32))
+    tl.store(limits_ptr + index, leader)
 
 
-def likeliest(base: Tensor, candidates: Tensor, wanted: int) -> Tensor:
-    """The best few of the candidates, by base alone: base [n, V], candidates [n, 64] int32, both with contiguous rows
-    -> [n, wanted] int64."""
-    out = torch.empty(len(base), wanted, dtype=torch.int64, device=base.device)
-    _likeliest_kernel[(len(base),)](base, candidates, out, base.stride(0), COUNT=CANDIDATES, WANTED=wanted, num_warps=1)
-    return out
+@triton.jit
+def _firsts_kernel(tops_ptr, firsts_ptr, groups, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    keys = tl.load(tops_ptr + row * groups + index, mask=index < groups, other=-9223372036854775808)
+    first = tl.max(keys, 0)
+    for place in range(FIRSTS):
+        best = tl.max(keys, 0)
+        chosen = tl.where(best == -9223372036854775808, first, best)
+        tl.store(firsts_ptr + row * FIRSTS + place, key_ids_in_kernel(chosen).to(tl.int32))
+        keys = tl.where(keys == best, -9223372036854775808, keys)
+
+
+def leaders(base: Tensor) -> Leaders:
+    """The best tokens by base logits alone: base [n, V], rows contiguous, not NaN -> for every row."""
+    rows, vocab = base.shape
+    groups = triton.cdiv(vocab, GROUP)
+    ids = torch.empty(rows, groups * LEADERS, dtype=torch.int32, device=base.device)
+    limits, tops = (torch.empty(rows, groups, dtype=torch.int64, device=base.device) for _ in range(2))
+    firsts = torch.empty(rows, FIRSTS, dtype=torch.int32, device=base.device)
+    _leaders_kernel[(rows, groups)](
+        base, ids, limits, tops, base.stride(0), vocab, GROUP=GROUP, LEADERS=LEADERS, num_warps=1
+    )
+    _firsts_kernel[(rows,)](tops, firsts, groups, FIRSTS=FIRSTS, BLOCK=triton.next_power_of_2(groups), num_warps=4)
+    return Leaders(ids, limits, firsts)
 
 
 @triton.jit
 def _pruned_kernel(  # type: ignore[no-untyped-def]
-    base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr, norms_ptr, candidates_ptr, scratch_ptr, read_ptr,
-    base_stride, candidates_stride, vocab, rank, first_id, slack, underflow,
-    SPAN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, COUNT: tl.constexpr,
+    base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr, norms_ptr, ids_ptr, limits_ptr, firsts_ptr, scratch_ptr,
+    read_ptr, base_stride, ids_stride, limits_stride, firsts_stride, vocab, rank, groups, first_id, slack, underflow,
+    SPAN: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr, LEADERS: tl.constexpr, FIRSTS: tl.constexpr,
     GATHER: tl.constexpr, REPORT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
@@ -142,21 +178,32 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK_E)
     dim_ok = dims < rank
     base_ptr += row * base_stride
+    # What is known before the step, on its way while the latent is still being made: the first rows of a tile are those
+    # that give L, the next ones this span's leaders.
+    place = tl.arange(0, TILE)
+    own = part * (SPAN // GROUP * LEADERS) + place - FIRSTS
+    is_first = place < FIRSTS
+    is_own = (is_first == 0) & (place < FIRSTS + SPAN // GROUP * LEADERS) & (own < groups * LEADERS)
+    some = tl.load(firsts_ptr + row * firsts_stride + place, mask=is_first, other=0)
+    some += tl.load(ids_ptr + row * ids_stride + own, mask=is_own, other=0)
+    listed = is_first | is_own
+    weight = tl.load(
+        weight_ptr + some.to(tl.int64)[:, None] * rank + dims[None, :],
+        mask=listed[:, None] & dim_ok[None, :], other=0.0,
+    )  # fmt: skip
+    some_base = tl.load(base_ptr + some, mask=listed, other=0.0).to(tl.float32)
     tokens = part * SPAN + tl.arange(0, SPAN)
     token_ok = tokens < vocab
     norms = tl.load(norms_ptr + tokens, mask=token_ok, other=0.0)
+    base = tl.load(base_ptr + tokens, mask=token_ok, other=0.0).to(tl.float32)
+    limit = tl.load(limits_ptr + row * limits_stride + tokens // GROUP, mask=token_ok, other=0)
+    behind = token_ok & (pack_keys_in_kernel(base, tokens) < limit)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # Everything that does not need the latent is asked for first: a step is a chain of waits.
-    some = tl.load(candidates_ptr + row * candidates_stride + tl.arange(0, COUNT))
     latent_row = row
     if GATHER:
         latent_row = key_ids_in_kernel(tl.load(previous_ptr + row))
-    base = tl.load(base_ptr + tokens, mask=token_ok, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + some.to(tl.int64)[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
-    score = tl.load(base_ptr + some).to(tl.float32)
-
     latent = tl.load(latent_ptr + latent_row * rank + dims, mask=dim_ok, other=0.0)
     # Every column of the product is this row's; matrix units want several.
     columns = tl.broadcast_to(latent[:, None], [BLOCK_E, 16])
@@ -165,35 +212,42 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     scaled = wide / tl.where(largest == 0.0, 1.0, largest)
     length = largest * tl.sqrt(tl.sum(scaled * scaled, 0))
 
-    # L: the best of the candidates' scores.
-    score = tl.broadcast_to(score[:, None], [COUNT, 16])
-    score = tl.dot(weight, columns, input_precision="ieee") + score
-    lower = tl.max(tl.max(score, 1), 0)
+    score = tl.dot(weight, columns, input_precision="ieee") + tl.broadcast_to(some_base[:, None], [TILE, 16])
+    score = tl.max(score, 1)
+    lower = tl.max(tl.where(is_first, score, float("-inf")), 0)
+    key = tl.where(listed, pack_keys_in_kernel(score, some + first_id), -9223372036854775808)
+    best = tl.max(key, 0)
 
     reach = length * norms
     bound = base + reach + (slack * (tl.abs(base) + reach) + underflow)
-    keep = token_ok & ((bound < lower) == 0)
+    able = (bound < lower) == 0
+    if REPORT:
+        tl.atomic_add(read_ptr + row, tl.sum((token_ok & able).to(tl.int32), 0))
+    keep = behind & able
     kept = keep.to(tl.int32)
     count = tl.sum(kept, 0)
-    if REPORT:
-        tl.atomic_add(read_ptr + row, count)
     if count > 0:
         scratch_ptr += (row * tl.num_programs(0) + part) * SPAN
         tl.store(scratch_ptr + tl.cumsum(kept, 0) - 1, tokens, mask=keep)
         tl.debug_barrier()
-        best = tl.full([BLOCK_R, 16], -9223372036854775808, tl.int64)
-        for first in tl.range(0, count, BLOCK_R, num_stages=STAGES):
-            index = first + tl.arange(0, BLOCK_R)
+        found = tl.full([TILE, 16], -9223372036854775808, tl.int64)
+        for first in tl.range(0, count, TILE, num_stages=STAGES):
+            index = first + tl.arange(0, TILE)
             index_ok = index < count
             left = tl.load(scratch_ptr + index, mask=index_ok, other=0)
             offset = left.to(tl.int64)[:, None] * rank + dims[None, :]
-            weight = tl.load(weight_ptr + offset, mask=index_ok[:, None] & dim_ok[None, :], other=0.0)
-            score = tl.load(base_ptr + left, mask=index_ok, other=0.0).to(tl.float32)
-            score = tl.broadcast_to(score[:, None], [BLOCK_R, 16])
-            score = tl.dot(weight, columns, input_precision="ieee") + score
-            key = pack_keys_in_kernel(score, (left + first_id)[:, None])
-            best = tl.maximum(best, tl.where(index_ok[:, None], key, -9223372036854775808))
-        tl.atomic_max(keys_ptr + row, tl.max(tl.max(best, 1), 0))
+            rest = tl.load(weight_ptr + offset, mask=index_ok[:, None] & dim_ok[None, :], other=0.0)
+            left_base = tl.load(base_ptr + left, mask=index_ok, other=0.0).to(tl.float32)
+            left_base = tl.broadcast_to(left_base[:, None], [TILE, 16])
+            left_score = tl.dot(rest, columns, input_precision="ieee") + left_base
+            left_key = pack_keys_in_kernel(left_score, (left + first_id)[:, None])
+            found = tl.maximum(found, tl.where(index_ok[:, None], left_key, -9223372036854775808))
+        best = tl.maximum(best, tl.max(tl.max(found, 1), 0))
+        tl.atomic_max(keys_ptr + row, best)
+    else:
+        # The first span speaks for the rows that gave L; another has something to say if one of its own is better.
+        top = tl.max(tl.where(is_first, key, -9223372036854775808), 0)
+        tl.atomic_max(keys_ptr + row, best, mask=(part == 0) | (best > top))
 
 
 def pruned_low_rank_argmax(
@@ -203,36 +257,47 @@ def pruned_low_rank_argmax(
     keys: Tensor,
     *,
     norms: Tensor,
-    candidates: Tensor,
+    leaders: Leaders,
     previous: Tensor | None = None,
     first_id: int = 0,
     read: Tensor | None = None,
     span: int = 2048,
     warps: int = 4,
     stages: int = 1,
+    overlap: bool = True,
 ) -> None:
     """Raises `keys` to the best token's key, as `low_rank_argmax` does, reading only rows of W2 that may win.
 
-    norms as from `row_norms` of this weight; candidates [batch, 64] int32, ids within this part of the vocabulary
-    (any ids are right; the better their scores, the fewer rows are read). read [batch] int32, if given, is raised by
-    the number of rows that the bound left. The other arguments as for `low_rank_argmax`.
+    norms as from `row_norms` of this weight; leaders as from `leaders` of this base, for part of a vocabulary of this
+    part. Any `firsts` are right; the better their scores, the fewer rows are read. read [batch] int32, if given, is
+    raised by the number of rows that the bound left. Base, norms and leaders are read before the kernel's predecessor
+    has ended: they must have been made before the chain of launches began, whose first has overlap=False. The other
+    arguments as for `low_rank_argmax`.
     """
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
     if norms.shape != (vocab,) or norms.dtype != torch.float32:
         raise ValueError(f"norms must be fp32 [{vocab}], got {norms.dtype} {tuple(norms.shape)}")
-    if candidates.shape != (batch, CANDIDATES) or candidates.dtype != torch.int32 or candidates.stride(1) != 1:
-        raise ValueError(f"candidates must be int32 [{batch}, {CANDIDATES}], got {tuple(candidates.shape)}")
+    groups = triton.cdiv(vocab, GROUP)
+    sizes = (("ids", torch.int32, groups * LEADERS), ("limits", torch.int64, groups), ("firsts", torch.int32, FIRSTS))
+    for (name, dtype, size), given in zip(sizes, leaders, strict=True):
+        if given.shape != (batch, size) or given.dtype != dtype or given.stride(1) != 1:
+            raise ValueError(
+                f"{name} of the leaders must be {dtype} [{batch}, {size}], got {given.dtype} {tuple(given.shape)}"
+            )
+    if span % GROUP or span // GROUP * LEADERS + FIRSTS > TILE:
+        raise ValueError(f"span is {span}; allowed: a multiple of {GROUP} whose leaders fit a tile of {TILE}")
     rank = weight.shape[1]
     if rank * weight.element_size() > MAX_ROW_BYTES:
         raise ValueError(f"rows of {rank} {weight.dtype} are too long; the kernel takes up to {MAX_ROW_BYTES} bytes")
     parts = triton.cdiv(vocab, span)
     scratch = torch.empty(batch * parts * span, dtype=torch.int32, device=base.device)
     _pruned_kernel[(parts, batch)](
-        base, weight, latent, keys if previous is None else previous, keys, norms, candidates, scratch,
-        scratch if read is None else read, base.stride(0), candidates.stride(0), vocab, rank, first_id,
-        slack(rank), UNDERFLOW,
-        SPAN=span, BLOCK_R=64, BLOCK_E=max(16, triton.next_power_of_2(rank)), COUNT=CANDIDATES,
+        base, weight, latent, keys if previous is None else previous, keys, norms, *leaders, scratch,
+        scratch if read is None else read, base.stride(0), *(part.stride(0) for part in leaders), vocab, rank, groups,
+        first_id, slack(rank), UNDERFLOW,
+        SPAN=span, TILE=TILE, BLOCK_E=max(16, triton.next_power_of_2(rank)),
+        GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS,
         GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps,
-        **overlapping(base.device),
+        **overlapping(base.device, overlap),
     )  # fmt: skip

@@ -21,6 +21,10 @@ def can_overlap(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def overlapping(device: torch.device) -> dict[str, bool]:
-    """Launch arguments of a kernel that has the constexpr OVERLAP: `kernel[grid](..., **overlapping(device))`."""
-    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
+def overlapping(device: torch.device, early: bool = True) -> dict[str, bool]:
+    """Launch arguments of a kernel that has the constexpr OVERLAP: `kernel[grid](..., **overlapping(device))`.
+
+    early=False: this one begins when all kernels before it have ended, so that those launched after it may read, before
+    they wait, whatever was written before it.
+    """
+    return {"OVERLAP": True, "launch_pdl": early} if can_overlap(device) else {"OVERLAP": False}

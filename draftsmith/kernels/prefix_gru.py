@@ -25,6 +25,9 @@ MAX_WIDTH = 8192
 FEW_ROWS = 2
 """Up to so many rows every program of `advance` makes the whole state itself; more have a launch of their own."""
 
+PRODUCT_LINES, PRODUCT_DEPTH = 32, 256
+"""Tile of the products of more rows: lines of a weight, and columns."""
+
 # --- references -----------------------------------------------------------------------------------------------------
 
 
@@ -97,10 +100,25 @@ def _state_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load_columns(weight_ptr, line, line_ok, stride, first, width, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    inner = first + tl.arange(0, BLOCK_K)
+    offset = line.to(tl.int64)[:, None] * stride + inner[None, :]
+    return tl.load(weight_ptr + offset, mask=line_ok[:, None] & (inner < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_states(state_ptr, rows, row_ok, first, width, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    inner = first + tl.arange(0, BLOCK_K)
+    offset = rows[None, :] * width + inner[:, None]
+    return tl.load(state_ptr + offset, mask=(inner < width)[:, None] & row_ok[None, :], other=0.0)
+
+
+@triton.jit
 def _state_products_kernel(  # type: ignore[no-untyped-def]
     state_ptr, hidden_ptr, weight_state_ptr, weight_hh_ptr, latent_ptr, new_gates_ptr, hidden_stride, weight_stride,
     width, rank, latent_programs, batch,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     for_latent = program < latent_programs
@@ -115,20 +133,18 @@ def _state_products_kernel(  # type: ignore[no-untyped-def]
         first_program = 0
     line = (program - first_program) * BLOCK_N + tl.arange(0, BLOCK_N)
     line_ok = line < lines
+    weight = _load_columns(weight_ptr, line, line_ok, stride, 0, width, BLOCK_K)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     rows = (tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)).to(tl.int64)
     row_ok = rows < batch
-    total = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-    for first in tl.range(0, width, BLOCK_K, num_stages=STAGES):
-        inner = first + tl.arange(0, BLOCK_K)
-        inner_ok = inner < width
-        weight_offset = line.to(tl.int64)[:, None] * stride + inner[None, :]
-        weight = tl.load(weight_ptr + weight_offset, mask=line_ok[:, None] & inner_ok[None, :], other=0.0)
-        state_offset = rows[None, :] * width + inner[:, None]
-        state = tl.load(state_ptr + state_offset, mask=inner_ok[:, None] & row_ok[None, :], other=0.0)
-        total = tl.dot(weight, state, total, input_precision="ieee")
+    total = tl.dot(weight, _load_states(state_ptr, rows, row_ok, 0, width, BLOCK_K), input_precision="ieee")
+    if WHOLE == 0:
+        for first in tl.range(BLOCK_K, width, BLOCK_K, num_stages=STAGES):
+            weight = _load_columns(weight_ptr, line, line_ok, stride, first, width, BLOCK_K)
+            states = _load_states(state_ptr, rows, row_ok, first, width, BLOCK_K)
+            total = tl.dot(weight, states, total, input_precision="ieee")
     ok = line_ok[:, None] & row_ok[None, :]
     if for_latent:
         total += tl.load(hidden_ptr + rows[None, :] * hidden_stride + line[:, None], mask=ok, other=0.0).to(tl.float32)
@@ -211,16 +227,18 @@ def advance(
     new_state, latent, new_gates = torch.empty_like(state), state.new_empty(batch, rank), torch.empty_like(gates_h)
     overlap = overlapping(state.device)
     if batch > FEW_ROWS:
-        block_b, depth = min(64, triton.next_power_of_2(batch)), tile_depth(256, width, weight_hh)
+        block_b, depth = min(64, triton.next_power_of_2(batch)), tile_depth(PRODUCT_DEPTH, width, weight_hh)
         _state_kernel[(batch, triton.cdiv(width, 256))](
             keys, gates_i, gates_h, state, new_state, width, batch * 3 * width,
             BLOCK=256, TABLE=table, SPLITS=splits, num_warps=4, **overlap,
         )  # fmt: skip
-        latent_programs = triton.cdiv(rank, 32)
-        _state_products_kernel[(latent_programs + triton.cdiv(3 * width, 32), triton.cdiv(batch, block_b))](
+        latent_programs = triton.cdiv(rank, PRODUCT_LINES)
+        programs = latent_programs + triton.cdiv(3 * width, PRODUCT_LINES)
+        _state_products_kernel[(programs, triton.cdiv(batch, block_b))](
             new_state, from_hidden, weight_state, weight_hh, latent, new_gates, from_hidden.stride(0),
             weight_state.stride(0), width, rank, latent_programs, batch,
-            BLOCK_N=32, BLOCK_K=depth, BLOCK_B=block_b, STAGES=4, num_warps=4, **overlap,
+            BLOCK_N=PRODUCT_LINES, BLOCK_K=depth, BLOCK_B=block_b, WHOLE=depth >= width, STAGES=4,
+            num_warps=4, **overlap,
         )  # fmt: skip
         return new_state, latent, new_gates
     block_k = triton.next_power_of_2(width)

@@ -1,5 +1,6 @@
 """The two ends of the target that a draft shares: token embeddings going in, output head coming out."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,9 +89,10 @@ class TargetEnds(nn.Module):
         configuration says by how much it scales them (`DraftConfig.input_embedding_scale`)."""
         return functional.embedding(ids, self.embedding_weight)
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """States after the final norm [..., H], in the weights' dtype -> the target's logits [..., V]."""
-        logits = functional.linear(hidden, self.head_weight)
+    def project(self, hidden: Tensor, product: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> Tensor:
+        """States after the final norm [..., H], in the weights' dtype -> the target's logits [..., V]; product: what
+        multiplies states with the head."""
+        logits = product(hidden, self.head_weight)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def argmax(self, hidden: Tensor) -> Choice:

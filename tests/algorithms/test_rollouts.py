@@ -18,7 +18,6 @@ from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import RowSampling, SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels import low_rank_pruning
 from draftsmith.targets.ends import TargetEnds
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
@@ -99,11 +98,8 @@ def test_greedy_rollouts_equal_the_plain_one(head: str, rollout: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_rollouts_by_kernels_equal_the_plain_one(
-    head: str, rows: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollouts_by_kernels_equal_the_plain_one(head: str, rows: int, options: dict[str, Any]) -> None:
     """In the interpreter; with few rows Domino's steps guess their inputs, with more they do not."""
-    monkeypatch.setattr(low_rank_pruning, "CANDIDATES", 8)
     draft, ends, hidden, anchors = case(head, rows)
     method, greedy = algorithm_for(draft.config), sampler(*[GREEDY] * rows)
     plain = method.proposer(draft, ends, 3).propose(hidden, anchors, greedy).token_ids

@@ -17,8 +17,8 @@ from draftsmith.kernels.low_rank_argmax import (
     new_keys,
 )
 from draftsmith.kernels.low_rank_pruning import (
-    candidates,
-    candidates_reference,
+    leaders,
+    leaders_reference,
     pruned_low_rank_argmax,
     row_norms,
 )
@@ -61,10 +61,10 @@ def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
     check_best(keys, torch.nn.functional.pad(exact_scores(base, weight, latent), (7, 0), value=-1e30))
     low_rank_argmax(base, weight, latent, backwards, first_id=7, reverse=True)
     assert torch.equal(keys, backwards)
-    few = candidates(base)
-    assert torch.equal(few, candidates_reference(base))
+    few = leaders(base)
+    assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
     read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    pruned_low_rank_argmax(base, weight, latent, pruned, norms=row_norms(weight), candidates=few, first_id=7, read=read)
+    pruned_low_rank_argmax(base, weight, latent, pruned, norms=row_norms(weight), leaders=few, first_id=7, read=read)
     assert torch.equal(keys, pruned), "scores and tokens agree bit for bit"
     assert (read >= 1).all()
     # Mutated: one row of W2 that should win, does.
@@ -72,7 +72,7 @@ def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
     weight[winner] = 50.0 * latent[0]
     for search in (
         lambda out: low_rank_argmax(base, weight, latent, out),
-        lambda out: pruned_low_rank_argmax(base, weight, latent, out, norms=row_norms(weight), candidates=few),
+        lambda out: pruned_low_rank_argmax(base, weight, latent, out, norms=row_norms(weight), leaders=few),
     ):
         out = new_keys(batch, device=DEVICE)
         search(out)
@@ -88,8 +88,8 @@ def test_latents_from_a_table_and_no_correction(dtype: torch.dtype) -> None:
     wanted, gathered, pruned, plain = (new_keys(3, device=DEVICE) for _ in range(4))
     low_rank_argmax(base, weight, table[ids].contiguous(), wanted)
     low_rank_argmax(base, weight, table, gathered, previous=previous)
-    few = candidates(base)
-    pruned_low_rank_argmax(base, weight, table, pruned, norms=row_norms(weight), candidates=few, previous=previous)
+    few = leaders(base)
+    pruned_low_rank_argmax(base, weight, table, pruned, norms=row_norms(weight), leaders=few, previous=previous)
     assert torch.equal(wanted, gathered)
     assert torch.equal(wanted, pruned)
     low_rank_argmax(base, None, None, plain)

@@ -14,8 +14,9 @@ from draftsmith.kernels import low_rank_pruning
 from draftsmith.kernels.keys import key_ids
 from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_argmax_reference, low_rank_scores, new_keys
 from draftsmith.kernels.low_rank_pruning import (
-    candidates,
-    candidates_reference,
+    Leaders,
+    leaders,
+    leaders_reference,
     pruned_low_rank_argmax,
     pruned_low_rank_argmax_reference,
     row_norms,
@@ -26,10 +27,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _fewer_parts() -> Iterator[None]:
-    """Every part of the vocabulary is a program, and the interpreter runs them one after the other."""
+def _smaller_groups() -> Iterator[None]:
+    """So that small vocabularies have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(low_rank_pruning, "CANDIDATES", 8)
+        patch.setattr(low_rank_pruning, "GROUP", 64)
+        patch.setattr(low_rank_pruning, "LEADERS", 2)
+        patch.setattr(low_rank_pruning, "FIRSTS", 8)
         yield
 
 
@@ -105,7 +108,7 @@ def test_the_rule_never_changes_the_token(
 ) -> None:
     base, weight, latent = operands(maker, batch, vocab, rank, seed, spread)
     dense = low_rank_argmax_reference(base, weight, latent)
-    few = candidates_reference(base)
+    few = leaders_reference(base).firsts
     assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_norms(weight), few), dense)
     # Any rows may give the lower bound.
     arbitrary = torch.randint(vocab, few.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
@@ -117,15 +120,15 @@ def test_the_rule_never_changes_the_token(
 @pytest.mark.parametrize(("maker", "batch", "rank"), [(maker, 1, 24) for maker in MAKERS] + [(ties, 3, 7)])
 def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, rank: int) -> None:
     base, weight, latent = operands(maker, batch, 603, rank, seed=batch, spread=0.2)
-    few = candidates(base)
-    assert torch.equal(few, candidates_reference(base))
+    few = leaders(base)
+    assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
     pruned, dense = new_keys(batch, device=CPU), new_keys(batch, device=CPU)
     read = torch.zeros(batch, dtype=torch.int32)
     norms = row_norms(weight)
-    pruned_low_rank_argmax(base, weight, latent, pruned, norms=norms, candidates=few, read=read, span=256)
+    pruned_low_rank_argmax(base, weight, latent, pruned, norms=norms, leaders=few, read=read, span=256)
     low_rank_argmax(base, weight, latent, dense)
     assert torch.equal(key_ids(pruned), key_ids(dense))
-    lower = low_rank_scores(base, weight, latent).gather(-1, few.long()).amax(-1, keepdim=True)
+    lower = low_rank_scores(base, weight, latent).gather(-1, few.firsts.long()).amax(-1, keepdim=True)
     left = (~(upper_bounds(base, norms, latent) < lower)).sum(-1)
     assert ((read - left).abs() <= 2).all(), "but for bounds that rounding moves across the limit"
     if maker is clear_top:
@@ -137,7 +140,8 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, rank: 
         weight[577] = 1e3 * latent[0] if latent[0].any() else 1.0
         base[0, 577] = 2e4
         again = new_keys(batch, device=CPU)
-        pruned_low_rank_argmax(base, weight, latent, again, norms=row_norms(weight), candidates=few, span=256)
+        few = leaders(base)
+        pruned_low_rank_argmax(base, weight, latent, again, norms=row_norms(weight), leaders=few, span=256)
         assert int(key_ids(again)[0]) == 577
 
 
@@ -146,7 +150,7 @@ def test_norms_that_are_too_small_would_lose_the_token() -> None:
     base, weight, latent = operands(ordinary, 1, 300, 40, 3, 0.01)
     base[:, 5], base[:, 101] = 12.0, -10.0
     weight[101] = latent[0] * (25.0 / latent[0].square().sum())
-    few = candidates_reference(base)
+    few = leaders_reference(base).firsts
     right = low_rank_argmax_reference(base, weight, latent)
     assert int(key_ids(right)[0]) == 101
     assert not (few == 101).any()
@@ -156,9 +160,12 @@ def test_norms_that_are_too_small_would_lose_the_token() -> None:
 
 def test_what_the_kernel_refuses() -> None:
     base, weight, latent = operands(ordinary, 2, 130, 4, 0, 1.0)
-    norms, few = row_norms(weight), torch.zeros(2, 8, dtype=torch.int32)
+    norms, few = row_norms(weight), leaders_reference(base)
     keys = new_keys(2, device=CPU)
     with pytest.raises(ValueError, match=r"norms must be fp32 \[130\]"):
-        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms[1:], candidates=few)
-    with pytest.raises(ValueError, match=r"candidates must be int32 \[2, 8\]"):
-        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms, candidates=few.long())
+        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms[1:], leaders=few)
+    wrong = Leaders(few.ids, few.limits, few.firsts.long())
+    with pytest.raises(ValueError, match=r"firsts of the leaders must be torch.int32 \[2, 8\]"):
+        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms, leaders=wrong)
+    with pytest.raises(ValueError, match="span is 96; allowed: a multiple of 64"):
+        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms, leaders=few, span=96)
