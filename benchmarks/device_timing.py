@@ -51,11 +51,15 @@ def profile(run: Callable[[], object], steps: int, rows: int) -> tuple[float, st
     for begin, end in spans:
         busy += max(end - max(begin, reached), 0.0)
         reached = max(reached, end)
+    return 1.0 - busy / (spans[-1][1] - spans[0][0]), kernel_table(trace, steps, rows)
+
+
+def kernel_table(trace: torch.profiler.profile, steps: int, rows: int) -> str:
+    """The kernels that take longest, one a line, and how many run in a step."""
     kernels = [event for event in trace.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     table = "\n".join(
         f"{event.self_device_time_total / steps:9.1f} us/step {event.count / steps:7.1f} x  {event.key[:100]}"
         for event in kernels[:rows]
     )
-    table += f"\n{sum(event.count for event in kernels) / steps:.1f} kernels a step"
-    return 1.0 - busy / (spans[-1][1] - spans[0][0]), table
+    return table + f"\n{sum(event.count for event in kernels) / steps:.1f} kernels a step"

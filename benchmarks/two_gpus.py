@@ -12,7 +12,9 @@ where its run stands and stops after 7 steps, so that three calls in turn, by wh
     resume:SHAPE:METHOD[:fsdp]    8 steps more of one run
     capture                       a target of random weights over random documents: records and tokens/s
     rollout:METHOD[:fp32]         domino's or dspark's blocks and the engine's answers, with a shared vocabulary
-    wait:NAME                     until a file of this name stands in the directory
+    profile:SHAPE:METHOD[:fsdp]   8 steps of training, of which 4 are profiled: the kernels that take longest
+    wait:NAME                     until a file of this name stands in the directory; a part that is done leaves one,
+                                  done-train-smollm2-dflash-2 for one of two processes
 
 SHAPE is smollm2 or qwen3-8b, METHOD a method's name. A step has the same `--rows` rows however many processes share
 them. `train` writes no checkpoint, which `resume` does. `--tiny` shrinks every size, so that all of it runs on a CPU
@@ -38,6 +40,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from device_timing import kernel_table
 from transformers import AutoModelForCausalLM
 from two_gpus_rollouts import rollout_part
 from two_gpus_shapes import COUNT, RANK, Call, draft_section, first_alone, outline_of
@@ -112,8 +115,27 @@ class StopAfter:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def training(call: Call, name: str, method_name: str, kind: str, run_dir: Path, *, further: int | None) -> Any:
-    """`draftsmith.training.run.train` on random features; `further`: go on with a run by so many steps."""
+class Profiled(StopAfter):
+    """Profiles the last `steps` steps before it asks for the end; `table` has the kernels of the longest times."""
+
+    def __init__(self, before: int, steps: int) -> None:
+        super().__init__(before + steps)
+        self.before, self.table = before, ""
+
+    def advance(self, amount: float = 1.0, **fields: str) -> None:
+        super().advance(amount, **fields)
+        if self.reports == self.before:
+            torch.cuda.synchronize()
+            self.trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.trace.start()
+        if self.reports == self.steps:
+            torch.cuda.synchronize()
+            self.trace.stop()
+            self.table = kernel_table(self.trace, self.steps - self.before, 18)
+
+
+def training(call: Call, name: str, method_name: str, kind: str, run_dir: Path, progress: StopAfter | None) -> Any:
+    """`draftsmith.training.run.train` on random features; with a progress, it goes on with a run."""
     shape = call.shape(name)
     outline = outline_of(shape, call.device)
     with first_alone() as first:
@@ -136,8 +158,8 @@ def training(call: Call, name: str, method_name: str, kind: str, run_dir: Path, 
             device="cpu" if call.device == "cpu" else "auto",
         ),
         track=TrackOptions(console=False, tensorboard=False, every=WINDOW),
-        resume=further is not None,
-        progress=None if further is None else StopAfter(further),
+        resume=progress is not None,
+        progress=progress,
     )
 
 
@@ -174,17 +196,30 @@ def train_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[st
         if first:
             shutil.rmtree(run_dir, ignore_errors=True)
     with patch.object(Loop, "save", lambda loop: None):
-        training(call, name, method, kind, run_dir, further=None)
+        training(call, name, method, kind, run_dir, None)
     return comparison(call, run_dir, call.into / f"train-{name}-{method}-ddp-1") if RANK == 0 else {}
 
 
 def resume_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
     run_dir = call.into / f"resume-{name}-{method}"
-    result = training(call, name, method, kind, run_dir, further=STOP_AFTER)
+    result = training(call, name, method, kind, run_dir, StopAfter(STOP_AFTER))
     told = {"step": result.step, "stopped_by": result.interrupted_by}
     if RANK == 0 and result.step == STEPS:
         told |= comparison(call, run_dir, call.into / f"train-{name}-{method}-ddp-1")
     return told
+
+
+def profile_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
+    run_dir = call.into / f"profile-{name}-{method}-{kind}-{COUNT}"
+    with first_alone() as first:
+        if first:
+            shutil.rmtree(run_dir, ignore_errors=True)
+    profiled = Profiled(4, 4)
+    with patch.object(Loop, "save", lambda loop: None):
+        training(call, name, method, kind, run_dir, profiled)
+    if RANK == 0:
+        print(profiled.table, flush=True)
+    return {}
 
 
 # --- capture --------------------------------------------------------------------------------------------------------
@@ -250,7 +285,8 @@ def wait_part(call: Call, name: str) -> dict[str, Any]:
 
 
 PARTS = {
-    "train": train_part, "resume": resume_part, "capture": capture_part, "rollout": rollout_part, "wait": wait_part
+    "train": train_part, "resume": resume_part, "profile": profile_part, "capture": capture_part,
+    "rollout": rollout_part, "wait": wait_part,
 }  # fmt: skip
 
 
@@ -272,7 +308,7 @@ def main() -> None:
     compiled = None
     for part in given.parts:
         name, *options = part.split(":")
-        if name in ("train", "resume") and options[0] != compiled:
+        if name in ("train", "resume", "profile") and options[0] != compiled:
             torch._dynamo.reset()  # another shape is not to be compiled as a variant of this one
             compiled = options[0]
         started = time.monotonic()
@@ -280,6 +316,7 @@ def main() -> None:
         if RANK == 0:
             seconds = round(time.monotonic() - started, 1)
             print(json.dumps({"part": part, "processes": COUNT, **told, "part_s": seconds}), flush=True)
+            (call.into / f"done-{part.replace(':', '-')}-{COUNT}").touch()
         gc.collect()
         torch.cuda.empty_cache()
     if dist.is_initialized():
