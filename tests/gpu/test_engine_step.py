@@ -109,12 +109,11 @@ def test_bfloat16_equals_plain_at_the_verify_width() -> None:
 # --- steps and graphs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, None], ids=[*METHODS, "plain"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafted", [True, False])
-def test_a_step_never_waits_for_the_device(method: str, sampling: SamplingOptions, drafted: bool) -> None:
-    target, draft = models(method=method)
-    engine = Engine(target, draft if drafted else None, EngineOptions(graphs="off"))
+def test_a_step_never_waits_for_the_device(method: str | None, sampling: SamplingOptions) -> None:
+    target, draft = models(method=method or "dflash")
+    engine = Engine(target, None if method is None else draft, EngineOptions(graphs="off"))
     engine.submit(request(sampling))
     engine.step()
     engine.step()
