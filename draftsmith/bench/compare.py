@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftsmith.bench.figures import accept_sums, decode_sums, speed_ratio
-from draftsmith.bench.intervals import Estimate, jackknife
+from draftsmith.bench.intervals import LOG_SCALE, PLAIN_SCALE, Estimate, jackknife
 from draftsmith.bench.records import PLAIN, BenchReport, Decoder, Round
 from draftsmith.errors import DraftsmithError
 
@@ -26,12 +26,12 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """What may be said of the change."""
+        """What may be said of the change; `noise`: its interval holds no change."""
         low, high = self.change.low, self.change.high
         if low is None or high is None:
-            return "too few pairs to tell"
+            return "too few pairs"
         if low <= self.neutral <= high:
-            return "noise: the interval holds no change"
+            return "noise"
         return "higher" if self.change.value > self.neutral else "lower"
 
 
@@ -151,7 +151,7 @@ def _row(
     each: Callable[[Sequence[float]], tuple[float, float]],
     neutral: float,
 ) -> list[Comparison]:
-    found = jackknife(units, change, log=neutral == 1.0)
+    found = jackknife(units, change, LOG_SCALE if neutral == 1.0 else PLAIN_SCALE)
     if found is None:
         return []
     sums = np.asarray(units, dtype=np.float64).sum(0)

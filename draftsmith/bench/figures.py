@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.bench.intervals import Estimate, jackknife, ratio
+from draftsmith.bench.intervals import LOG_SCALE, Estimate, between, jackknife, ratio
 from draftsmith.bench.records import PLAIN, BenchAnswer, BenchReport, Decoder, Round
 
 
@@ -75,14 +75,14 @@ def figures(report: BenchReport, decoder: Decoder, batch_size: int) -> Figures:
         batch_size=batch_size,
         prompts=len({answer.prompt for answer in answers}),
         new_tokens=sum(len(answer.token_ids) for answer in answers),
-        tokens_per_second=jackknife(_whole(rounds), ratio, log=True),
-        decode_tokens_per_second=jackknife(_decode(rounds), ratio, log=True),
+        tokens_per_second=jackknife(_whole(rounds), ratio, LOG_SCALE),
+        decode_tokens_per_second=jackknife(_decode(rounds), ratio, LOG_SCALE),
         speedup=_speedup(_whole(rounds), _whole(plain)) if drafted else None,
         decode_speedup=_speedup(_decode(rounds), _decode(plain)) if drafted else None,
         first_token_seconds=sum(r.first_token_seconds for r in rounds) / len(rounds),
         cycle_seconds=sum(s for s, _ in cycles) / sum(n for _, n in cycles) if cycles else None,
-        accept_length=accept_length(answers) if drafted else None,
-        accept_length_by_category=by_category(answers) if drafted else {},
+        accept_length=accept_length(answers, decoder.proposals) if drafted else None,
+        accept_length_by_category=by_category(answers, decoder.proposals) if drafted else {},
         histogram=histogram([length for answer in answers for length in answer.counted]) if drafted else [],
         slots=slot_acceptance(answers, decoder.proposals),
         equal_share=equal_share(answers) if drafted else None,
@@ -103,15 +103,15 @@ def accept_sums(answers: Sequence[BenchAnswer]) -> dict[str, tuple[int, int]]:
     return sums
 
 
-def accept_length(answers: Sequence[BenchAnswer]) -> Estimate | None:
-    """Tokens committed per verify, over all counted verifies; None when there is none."""
-    return jackknife(list(accept_sums(answers).values()), ratio)
+def accept_length(answers: Sequence[BenchAnswer], proposals: int) -> Estimate | None:
+    """Tokens committed per verify of `proposals` proposals, over all counted verifies; None when there is none."""
+    return jackknife(list(accept_sums(answers).values()), ratio, between(1.0, 1.0 + proposals))
 
 
-def by_category(answers: Sequence[BenchAnswer]) -> dict[str, Estimate]:
+def by_category(answers: Sequence[BenchAnswer], proposals: int) -> dict[str, Estimate]:
     """Category -> accept length, in the order of first appearance; categories without a counted verify are left out."""
     kinds = list(dict.fromkeys(answer.category or "uncategorised" for answer in answers))
-    found = {k: accept_length([a for a in answers if (a.category or "uncategorised") == k]) for k in kinds}
+    found = {k: accept_length([a for a in answers if (a.category or "uncategorised") == k], proposals) for k in kinds}
     return {kind: estimate for kind, estimate in found.items() if estimate is not None}
 
 
@@ -175,7 +175,7 @@ def _speedup(fast: Sequence[tuple[float, float]], slow: Sequence[tuple[float, fl
     """Tokens per second over tokens per second, paired by round."""
     if len(fast) != len(slow):
         return None
-    return jackknife([(*a, *b) for a, b in zip(fast, slow, strict=True)], speed_ratio, log=True)
+    return jackknife([(*a, *b) for a, b in zip(fast, slow, strict=True)], speed_ratio, LOG_SCALE)
 
 
 def speed_ratio(sums: np.ndarray) -> np.ndarray:

@@ -5,14 +5,21 @@ speed-up are ratios of sums, whose spread the jackknife gives without another as
 without each prompt in turn. The interval is the figure +- t times the jackknife's standard error, with Student's t of
 n - 1 degrees of freedom; unlike percentiles of a bootstrap it is not too narrow for the few prompts of a short run, and
 it draws no random numbers.
+
+A figure that cannot take every value is looked at on a scale without ends (`Scale`), so that its interval ends where the
+figure must: speeds and their ratios by their logarithm, an accept length, which lies between one token and a whole
+block, by the log odds of its place between the two.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
+
+CONFIDENCE = 0.95
 
 FEWEST = 3
 """Units that an interval needs: of two, the spread is hardly known, and the interval would span everything."""
@@ -28,19 +35,37 @@ class Estimate(BaseModel):
     high: float | None = None
 
 
+@dataclass(frozen=True)
+class Scale:
+    """On which an interval is made: `there` maps figures to it, `back` an end of the interval to a figure."""
+
+    there: Callable[[np.ndarray], np.ndarray]
+    back: Callable[[float], float]
+
+
+PLAIN_SCALE = Scale(lambda figures: figures, float)
+LOG_SCALE = Scale(np.log, math.exp)
+"""For figures above 0."""
+
+
+def between(low: float, high: float) -> Scale:
+    """For figures from `low` to `high`: the log odds of their place in between."""
+
+    def back(odds: float) -> float:
+        return low + (high - low) * float(0.5 * (1.0 + np.tanh(odds / 2)))
+
+    return Scale(lambda figures: np.log((figures - low) / (high - figures)), back)
+
+
 def jackknife(
-    units: Sequence[Sequence[float]],
-    figure: Callable[[np.ndarray], np.ndarray],
-    confidence: float = 0.95,
-    *,
-    log: bool = False,
+    units: Sequence[Sequence[float]], figure: Callable[[np.ndarray], np.ndarray], scale: Scale = PLAIN_SCALE
 ) -> Estimate | None:
     """The estimate of `figure` over units (prompts, rounds), each a row of numbers that are added up.
 
-    figure: sums [n, c] -> values [n]; it is given the sums of all units, and those without each unit. log: the interval
-    is made of the figure's logarithm, as suits speeds and their ratios, which are above 0. A unit without which the
-    figure has no value (nothing is left to divide by) is left out of the interval; fewer than `FEWEST` units give none.
-    None where the figure itself has no value.
+    figure: sums [n, c] -> values [n]; it is given the sums of all units, and those without each unit. A unit without
+    which the figure has no value (nothing is left to divide by) is left out of the interval; fewer than `FEWEST` units
+    give none, and neither does a figure that lies at an end of the scale, with every unit or without one of them: what
+    never varied says nothing of how much it may. None where the figure itself has no value.
     """
     rows = np.asarray(units, dtype=np.float64)
     if rows.size == 0:
@@ -49,18 +74,16 @@ def jackknife(
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(figure(total)[0])
         without = figure(total - rows)
-        spread = np.log(without) if log else without
+        spread = scale.there(without[np.isfinite(without)])
+        middle = float(scale.there(np.array(value)))
     if not math.isfinite(value):
         return None
-    spread = spread[np.isfinite(spread)]
     n = len(spread)
-    if n < FEWEST:
+    if n < FEWEST or not math.isfinite(middle) or not np.isfinite(spread).all():
         return Estimate(value=value)
     error = math.sqrt((n - 1) / n * float(((spread - spread.mean()) ** 2).sum()))
-    margin = student_t(0.5 + confidence / 2, n - 1) * error
-    if log:
-        return Estimate(value=value, low=value * math.exp(-margin), high=value * math.exp(margin))
-    return Estimate(value=value, low=value - margin, high=value + margin)
+    margin = student_t(0.5 + CONFIDENCE / 2, n - 1) * error
+    return Estimate(value=value, low=scale.back(middle - margin), high=scale.back(middle + margin))
 
 
 def ratio(sums: np.ndarray) -> np.ndarray:

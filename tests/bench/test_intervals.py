@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as scipy_t
 
-from draftsmith.bench.intervals import jackknife, ratio, student_t
+from draftsmith.bench.intervals import LOG_SCALE, between, jackknife, ratio, student_t
 
 
 def test_jackknife_equals_leaving_out_each_unit_in_turn():
@@ -52,9 +52,33 @@ def test_too_little_to_say_anything():
 def test_intervals_of_speeds_stay_above_zero():
     wild = [(100.0, 1.0), (100.0, 40.0), (100.0, 2.0)]
     assert jackknife(wild, ratio).low < 0
-    found = jackknife(wild, ratio, log=True)
+    found = jackknife(wild, ratio, LOG_SCALE)
     assert 0 < found.low < found.value < found.high
     assert found.value / found.low == pytest.approx(found.high / found.value)
+
+
+@pytest.mark.parametrize(("prompts", "mean"), [(4, 1.5), (12, 3.6), (12, 7.7)])
+def test_intervals_of_accept_lengths_stay_between_one_token_and_a_block(prompts, mean):
+    draw = np.random.default_rng(prompts)
+    held = below = 0
+    for _ in range(400):
+        verifies = draw.integers(10, 40, prompts)
+        place = draw.beta(14 * (mean - 1) / 7, 14 * (8 - mean) / 7, prompts)  # of each prompt, between 1 and 8
+        tokens = verifies + draw.binomial(7 * verifies, place)
+        found = jackknife(np.stack([tokens, verifies], 1), ratio, between(1.0, 8.0))
+        assert 1.0 < found.low < found.value < found.high < 8.0
+        held += found.low <= mean <= found.high
+        straight = jackknife(np.stack([tokens, verifies], 1), ratio)
+        below += straight.low < 1.0 or straight.high > 8.0
+    assert 0.87 <= held / 400 <= 0.99
+    assert prompts > 4 or below > 0
+
+
+def test_no_interval_where_nothing_ever_was_accepted():
+    found = jackknife([(20.0, 20.0), (31.0, 31.0), (12.0, 12.0)], ratio, between(1.0, 8.0))
+    assert (found.value, found.low, found.high) == (1.0, None, None)
+    one = jackknife([(20.0, 20.0), (31.0, 31.0), (14.0, 12.0)], ratio, between(1.0, 8.0))
+    assert one.value > 1.0 and one.low is None  # without the third prompt none was
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 8, 30, 500])
