@@ -11,13 +11,9 @@ from torch import Tensor
 
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
-from draftsmith.features.files import open_safetensors
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import finished_shards
-
-# Besides the features: token id and loss mask of a token; ids, offsets and checksums of a sample, in shard and index.
-_TOKEN_BYTES = 5
-_SAMPLE_BYTES = 96
+from draftsmith.features.tables import SAMPLE_BYTES, TOKEN_BYTES, ShardTokens
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def estimate_size(samples: Sequence[Sample], layout: CaptureLayout, directory: P
 
 def estimate_of(samples: int, tokens: int, layout: CaptureLayout, directory: Path | str) -> SizeEstimate:
     """As `estimate_size`, of counts alone."""
-    size = tokens * (layout.bytes_per_token + _TOKEN_BYTES) + samples * _SAMPLE_BYTES
+    size = tokens * (layout.bytes_per_token + TOKEN_BYTES) + samples * SAMPLE_BYTES
     place = Path(directory).absolute()
     while not place.exists():
         place = place.parent
@@ -131,10 +127,9 @@ def same_documents(directory: Path, wanted: Mapping[str, Sample]) -> Iterator[tu
     """
     advice = f"the data has changed since; capture into another directory, or delete {directory}"
     for shard in finished_shards(directory):
-        tokens = open_safetensors(directory / shard.entry.tokens_file.name)
-        input_ids = tokens.get_tensor("input_ids").split(shard.lengths)
-        loss_mask = tokens.get_tensor("loss_mask").split(shard.lengths)
-        for sample_id, ids, mask in zip(shard.sample_ids, input_ids, loss_mask, strict=True):
+        tokens = ShardTokens.read(directory / shard.entry.tokens_file.name)
+        input_ids, loss_mask = tokens.input_ids.split(tokens.lengths), tokens.loss_mask.split(tokens.lengths)
+        for sample_id, ids, mask in zip(tokens.sample_ids, input_ids, loss_mask, strict=True):
             if sample_id not in wanted:
                 raise DraftsmithError(f"{directory} holds sample {sample_id!r}, which is not in the data: {advice}")
             if not torch.equal(ids.to(torch.int64), wanted[sample_id].input_ids):

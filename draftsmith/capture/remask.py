@@ -10,9 +10,9 @@ from draftsmith.capture.plan import same_documents
 from draftsmith.capture.refusals import Reason, Refusals, accept
 from draftsmith.data.sample import Sample
 from draftsmith.features.identity import Provenance
-from draftsmith.features.manifest import StoreError, header_differences
+from draftsmith.features.manifest import StoreError, header_differences, read_header
 from draftsmith.features.remask import rewrite_masks
-from draftsmith.features.shards import existing_header, finish_store
+from draftsmith.features.shards import HEADER_FILE, existing_header, finish_store, sole_writer
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,21 @@ def remask(
     """Give every document in the store at `directory` the loss mask of the sample with its id.
 
     The samples' tokens must be the stored ones: only what is supervised may have changed. Raises `DraftsmithError`,
-    before anything is touched, for a directory without a store, one of another target or tokenizer, a document that is
-    not among the samples or has other tokens there, and more than a share of `max_refused_share` without a supervised
-    token.
+    before anything is touched, for a directory without a store, one that another process writes into, one of another
+    target or tokenizer, a document that is not among the samples or has other tokens there, and more than a share of
+    `max_refused_share` without a supervised token.
     """
     directory = Path(directory)
-    header = existing_header(directory)
-    if header is None:
+    if existing_header(directory) is None:
         raise StoreError(f"{directory} holds no feature store to remask; run `draftsmith capture` first")
+    with sole_writer(directory):  # from the first look at what is stored to the manifest
+        return _remask(directory, samples, provenance, max_length, max_refused_share)
+
+
+def _remask(
+    directory: Path, samples: Sequence[Sample], provenance: Provenance, max_length: int, max_refused_share: float
+) -> RemaskReport:
+    header = read_header(directory / HEADER_FILE)
     # The template's text may differ: it decides masks too. That it gives the same tokens is checked below.
     wanted_header = header.model_copy(update={"target": provenance.target, "tokenizer": provenance.tokenizer})
     known, now = header.tokenizer, provenance.tokenizer

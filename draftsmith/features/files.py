@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -162,17 +161,3 @@ def open_safetensors(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise StoreError(f"{path} is not a safetensors file ({error}): the file is damaged") from error
-
-
-def pack_strings(texts: list[str]) -> tuple[Tensor, Tensor]:
-    """Strings as (UTF-8 bytes uint8 [sum], offsets int64 [n+1])."""
-    encoded = [text.encode() for text in texts]
-    offsets = torch.tensor([0, *map(len, encoded)], dtype=torch.int64).cumsum(0)
-    return torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8), offsets
-
-
-def unpack_strings(data: Tensor, offsets: Tensor) -> list[str]:
-    """The inverse of `pack_strings`."""
-    joined = bytes(raw_bytes(data))
-    bounds = offsets.tolist()
-    return [joined[start:end].decode() for start, end in pairwise(bounds)]

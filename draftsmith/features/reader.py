@@ -11,11 +11,12 @@ from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.encoding import decode
-from draftsmith.features.files import SAFETENSORS_DTYPES, check_file, check_size, open_safetensors, unpack_strings
+from draftsmith.features.files import SAFETENSORS_DTYPES, check_file, check_size, open_safetensors
 from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest, read_manifest
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import checksum
+from draftsmith.features.tables import ShardTokens, StoreIndex
 
 # Open shards that a store keeps mapped; far below what an operating system allows a process.
 MAX_OPEN_SHARDS = 256
@@ -32,18 +33,16 @@ class Store:
         self,
         directory: Path,
         manifest: StoreManifest,
-        sample_ids: list[str],
-        lengths: list[int],
-        supervised: list[int],
+        index: StoreIndex,
         features: tuple[str, ...],
     ) -> None:
         self.directory = directory
         self.manifest = manifest
-        self.sample_ids = sample_ids
+        self.sample_ids = index.sample_ids
         """The id of every document."""
-        self.lengths = lengths
+        self.lengths = index.lengths
         """The number of tokens of every document."""
-        self.supervised = supervised
+        self.supervised = index.supervised
         """The number of supervised tokens of every document."""
         self.features = features
         """The names of the feature tensors that records carry."""
@@ -64,8 +63,7 @@ class Store:
         if missing:
             raise StoreError(f"{directory} does not hold {', '.join(missing)}; it holds {', '.join(held)}")
         names = held if features is None else tuple(name for name in held if name in features)
-        sample_ids, lengths, supervised = _read_index(directory, manifest)
-        return cls(directory, manifest, sample_ids, lengths, supervised, names)
+        return cls(directory, manifest, _read_index(directory, manifest), names)
 
     def __len__(self) -> int:
         return self.manifest.samples
@@ -110,18 +108,19 @@ class _Shard:
 
     def __init__(self, directory: Path, entry: ShardEntry, layout: CaptureLayout, features: tuple[str, ...]) -> None:
         self.path = check_size(directory, entry.features_file)
-        tokens = open_safetensors(check_file(directory, entry.tokens_file))
-        self.input_ids = tokens.get_tensor("input_ids")
-        self.loss_mask = tokens.get_tensor("loss_mask")
-        self.offsets: list[int] = tokens.get_tensor("offsets").tolist()
+        tokens = ShardTokens.read(check_file(directory, entry.tokens_file))
+        self.input_ids = tokens.input_ids
+        self.loss_mask = tokens.loss_mask
+        self.offsets = [0, *accumulate(tokens.lengths)]
         self.layout = layout
         self.features = features
         stored = {name: kind for feature in features for name, kind in layout.stored_of(feature).items()}
-        self.checksums = {name: tokens.get_tensor(f"crc32.{name}").tolist() for name in stored}
+        self.checksums = tokens.checksums
         file = open_safetensors(self.path)
-        missing = sorted(set(stored) - set(file.keys()))
-        if missing:
-            raise StoreError(f"{self.path} does not hold {', '.join(missing)}: the file is damaged")
+        for path, names in ((self.path, set(file.keys())), (directory / entry.tokens_file.name, set(self.checksums))):
+            missing = sorted(set(stored) - names)
+            if missing:
+                raise StoreError(f"{path} does not hold {', '.join(missing)}: the file is damaged")
         self.stored = {name: file.get_slice(name) for name in stored}
         # The checksums cover the values; shape and dtype, which say how to read them, are the manifest's to know.
         for name, (width, dtype) in stored.items():
@@ -151,12 +150,9 @@ class _Shard:
         )
 
 
-def _read_index(directory: Path, manifest: StoreManifest) -> tuple[list[str], list[int], list[int]]:
+def _read_index(directory: Path, manifest: StoreManifest) -> StoreIndex:
     path = check_file(directory, manifest.index)
-    file = open_safetensors(path)
-    ids = unpack_strings(file.get_tensor("sample_ids"), file.get_tensor("sample_id_offsets"))
-    lengths = file.get_tensor("lengths").tolist()
-    supervised = file.get_tensor("supervised").tolist()
-    if not len(ids) == len(lengths) == len(supervised) == manifest.samples:
-        raise StoreError(f"{path} lists {len(ids)} samples; the manifest says {manifest.samples}")
-    return ids, lengths, supervised
+    index = StoreIndex.read(path)
+    if len(index.sample_ids) != manifest.samples:
+        raise StoreError(f"{path} lists {len(index.sample_ids)} samples; the manifest says {manifest.samples}")
+    return index

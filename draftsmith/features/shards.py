@@ -4,14 +4,14 @@ import hashlib
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
@@ -21,10 +21,8 @@ from draftsmith.features.files import (
     check_size,
     file_entry,
     open_safetensors,
-    pack_strings,
     raw_bytes,
     replacing,
-    unpack_strings,
     write_safetensors,
 )
 from draftsmith.features.manifest import (
@@ -40,6 +38,7 @@ from draftsmith.features.manifest import (
 )
 from draftsmith.features.record import Record, check_record
 from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.tables import ShardTokens, StoreIndex
 
 HEADER_FILE = "header.json"
 TOKENS_ENDING = ".tokens.safetensors"
@@ -47,6 +46,9 @@ FEATURES_ENDING = ".features.safetensors"
 DEFAULT_SHARD_BYTES = 1 << 30
 # Shards that are hashed, written and synced at a time, beside the one that fills: one thread is slower than a GPU.
 PARALLEL_SHARDS = 3
+
+# Metadata of a tokens file.
+_FEATURES_BYTES, _FEATURES_SHA256 = "features_bytes", "features_sha256"
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class StoreWriter:
 
         self.directory.mkdir(parents=True, exist_ok=True)
         new = not claimed_by(self.directory, header)
-        self._lock = _lock(self.directory / f"writer-{number:04d}.lock")
+        self._lock = _lock(self.directory / _lock_name(number))
         if new:
             with replacing(self.directory / HEADER_FILE) as file:
                 file.write(to_json(self.header))
@@ -214,30 +216,16 @@ def _write_shard(directory: Path, stem: str, records: list[Record], layout: Capt
             {name: Pieces([record.features[name] for record in records]) for name in layout.stored},
             metadata={},
         )
-    write_safetensors(
-        directory / f"{stem}{TOKENS_ENDING}",
-        _token_tensors(records) | checksums.result(),
-        metadata={"features_bytes": str(features.bytes), "features_sha256": features.sha256},
-    )
+    write_tokens(directory / f"{stem}{TOKENS_ENDING}", ShardTokens.of(records, checksums.result()), features)
 
 
-def _token_tensors(records: list[Record]) -> dict[str, Pieces]:
-    lengths = [record.input_ids.shape[0] for record in records]
-    ids, id_offsets = pack_strings([record.sample_id for record in records])
-    return {
-        "input_ids": Pieces([record.input_ids.to(torch.int32) for record in records]),
-        "loss_mask": Pieces([record.loss_mask.to(torch.uint8) for record in records]),
-        "offsets": Pieces([torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)]),
-        "sample_ids": Pieces([ids]),
-        "sample_id_offsets": Pieces([id_offsets]),
-    }
+def write_tokens(path: Path, tokens: ShardTokens, features: FileEntry) -> None:
+    """Write (or replace) the tokens file of the shard whose features file is `features`; with it the shard counts."""
+    tokens.write(path, {_FEATURES_BYTES: str(features.bytes), _FEATURES_SHA256: features.sha256})
 
 
-def _checksums(records: list[Record], names: list[str]) -> dict[str, Pieces]:
-    return {
-        f"crc32.{name}": Pieces([torch.tensor([checksum(record.features[name]) for record in records])])
-        for name in names
-    }
+def _checksums(records: list[Record], names: list[str]) -> dict[str, list[int]]:
+    return {name: [checksum(record.features[name]) for record in records] for name in names}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -255,28 +243,31 @@ def finished_shards(directory: Path | str) -> list[FinishedShard]:
 
 
 def _finished_shard(path: Path) -> FinishedShard:
-    file = open_safetensors(path)
-    metadata = file.metadata() or {}
-    needed = {"features_bytes", "features_sha256"}
-    if not needed <= metadata.keys():
-        raise StoreError(f"{path} does not say what its features file is: the file is damaged")
-    features = FileEntry(
-        name=path.name.replace(TOKENS_ENDING, FEATURES_ENDING),
-        bytes=int(metadata["features_bytes"]),
-        sha256=metadata["features_sha256"],
-    )
+    features = features_entry(path)
     check_size(path.parent, features)
-    offsets = file.get_tensor("offsets")
-    supervised = torch.cat([offsets.new_zeros(1), file.get_tensor("loss_mask").cumsum(0, dtype=torch.int64)])[offsets]
+    tokens = ShardTokens.read(path)
+    supervised = tokens.supervised
     entry = ShardEntry(
         tokens_file=file_entry(path),
         features_file=features,
-        samples=offsets.shape[0] - 1,
-        tokens=int(offsets[-1]),
-        supervised_tokens=int(supervised[-1]),
+        samples=len(tokens.sample_ids),
+        tokens=sum(tokens.lengths),
+        supervised_tokens=sum(supervised),
     )
-    ids = unpack_strings(file.get_tensor("sample_ids"), file.get_tensor("sample_id_offsets"))
-    return FinishedShard(entry, ids, offsets.diff().tolist(), supervised.diff().tolist())
+    return FinishedShard(entry, tokens.sample_ids, tokens.lengths, supervised)
+
+
+def features_entry(path: Path) -> FileEntry:
+    """The features file that belongs to the tokens file `path`, as the latter says. Raises `StoreError`."""
+    metadata = open_safetensors(path).metadata() or {}
+    try:
+        return FileEntry(
+            name=path.name.replace(TOKENS_ENDING, FEATURES_ENDING),
+            bytes=int(metadata[_FEATURES_BYTES]),
+            sha256=metadata[_FEATURES_SHA256],
+        )
+    except (KeyError, ValueError) as error:
+        raise StoreError(f"{path} does not say what its features file is: the file is damaged") from error
 
 
 def finish_store(directory: Path | str) -> StoreManifest:
@@ -322,21 +313,33 @@ def _check_unique(shards: Iterable[FinishedShard]) -> None:
 
 
 def _write_index(directory: Path, shards: list[FinishedShard]) -> FileEntry:
-    ids, id_offsets = pack_strings([sample_id for shard in shards for sample_id in shard.sample_ids])
-    lengths = torch.tensor([length for shard in shards for length in shard.lengths], dtype=torch.int64)
-    supervised = torch.tensor([count for shard in shards for count in shard.supervised], dtype=torch.int64)
+    index = StoreIndex(
+        [sample_id for shard in shards for sample_id in shard.sample_ids],
+        [length for shard in shards for length in shard.lengths],
+        [count for shard in shards for count in shard.supervised],
+    )
     # A name of its own for every content: an old manifest keeps its index until the new manifest stands.
     content = hashlib.sha256("".join(shard.entry.tokens_file.sha256 for shard in shards).encode()).hexdigest()
-    return write_safetensors(
-        directory / f"index-{content[:16]}.safetensors",
-        {
-            "sample_ids": Pieces([ids]),
-            "sample_id_offsets": Pieces([id_offsets]),
-            "lengths": Pieces([lengths]),
-            "supervised": Pieces([supervised]),
-        },
-        metadata={"tokens": content},  # so that the index's checksum, which tells stores apart, covers the masks too
-    )
+    path = directory / f"index-{content[:16]}.safetensors"
+    return index.write(
+        path, {"tokens": content}
+    )  # so that its checksum, which tells stores apart, covers the masks too
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Keep every writer out of the store in `directory`: all numbers that writers have had there, and the first.
+
+    A capture asks for the first number before any of its processes writes. Raises `StoreError` while one is at work.
+    """
+    with ExitStack() as held:
+        for path in sorted({directory / _lock_name(0), *directory.glob(_lock_name("*"))}):
+            held.callback(os.close, _lock(path))
+        yield
+
+
+def _lock_name(number: int | str) -> str:
+    return f"writer-{number:0>4}.lock" if isinstance(number, int) else f"writer-{number}.lock"
 
 
 def _lock(path: Path) -> int:

@@ -6,6 +6,7 @@ from draftsmith.features.encoding import finite_rows
 from draftsmith.features.files import check_file, open_safetensors
 from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest
 from draftsmith.features.reader import Store
+from draftsmith.features.tables import ShardTokens
 from draftsmith.progress import Progress, SilentProgress
 
 
@@ -18,6 +19,7 @@ def verify_store(directory: Path | str, progress: Progress | None = None) -> lis
         return [str(error)]
     faults: list[str] = []
     with progress.stage("verify", total=store.manifest.bytes, unit="bytes") as stage:
+        stage.advance(store.manifest.index.bytes)  # read and checked by opening
         first = 0
         for shard in store.manifest.shards:
             faults += _shard_faults(store, shard, first)
@@ -35,20 +37,22 @@ def _shard_faults(store: Store, shard: ShardEntry, first: int) -> list[str]:
             faults.append(str(error))
     if faults:
         return faults
-    tokens = open_safetensors(store.directory / shard.tokens_file.name)
+    try:
+        tokens = ShardTokens.read(store.directory / shard.tokens_file.name)
+    except StoreError as error:
+        return [str(error)]
     name = shard.tokens_file.name
-    wanted = store.lengths[first : first + shard.samples]
-    if tokens.get_tensor("offsets").diff().tolist() != wanted:
+    documents = slice(first, first + shard.samples)
+    if tokens.lengths != store.lengths[documents]:
         faults.append(f"{name}: its offsets give other document lengths than the index")
-    input_ids, loss_mask = tokens.get_tensor("input_ids"), tokens.get_tensor("loss_mask")
-    if not input_ids.shape == loss_mask.shape == (shard.tokens,):
-        faults.append(
-            f"{name}: input_ids {list(input_ids.shape)} and loss_mask {list(loss_mask.shape)}, not [{shard.tokens}]"
-        )
+    if tokens.sample_ids != store.sample_ids[documents]:
+        faults.append(f"{name}: its ids are others than those of the index")
+    if tokens.input_ids.shape != (shard.tokens,):
+        faults.append(f"{name}: it holds {tokens.input_ids.shape[0]} tokens, not {shard.tokens}")
     vocabulary = store.manifest.target.vocab_size
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
+    if int(tokens.input_ids.min()) < 0 or int(tokens.input_ids.max()) >= vocabulary:
         faults.append(f"{name}: token ids outside [0, {vocabulary})")
-    if int(loss_mask.max()) > 1:
+    if int(tokens.loss_mask.max()) > 1:
         faults.append(f"{name}: loss_mask holds values other than 0 and 1")
     return faults + _feature_faults(store.manifest, store.directory, shard)
 

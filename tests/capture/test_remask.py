@@ -10,10 +10,11 @@ from draftsmith.capture.remask import RemaskReport, remask
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features import remask as rewriting
-from draftsmith.features.files import write_safetensors
-from draftsmith.features.manifest import FileEntry, StoreError, TokenizerIdentity
+from draftsmith.features.manifest import FileEntry, StoreError, TokenizerIdentity, read_header
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.shards import HEADER_FILE, StoreWriter, write_tokens
+from draftsmith.features.tables import ShardTokens
 from draftsmith.features.verify import verify_store
 from tests.tiny import tiny_target
 
@@ -68,14 +69,14 @@ def test_a_remask_that_was_killed_is_finished_by_the_next(
 ) -> None:
     written: list[str] = []
 
-    def killed(path: Path, *arguments: object) -> FileEntry:
+    def killed(path: Path, tokens: ShardTokens, features: FileEntry) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(path.name)
-        return write_safetensors(path, *arguments)  # type: ignore[arg-type]
+        write_tokens(path, tokens, features)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewriting, "write_safetensors", killed)
+        patch.setattr(rewriting, "write_tokens", killed)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, shifted(samples))
     with pytest.raises(StoreError, match="has not finished"):  # old and new masks are not read side by side
@@ -85,6 +86,32 @@ def test_a_remask_that_was_killed_is_finished_by_the_next(
     assert run(tmp_path, shifted(samples)).finished
     wanted = {sample.id: sample.loss_mask for sample in shifted(samples)}
     assert all(torch.equal(record.loss_mask, wanted[record.sample_id]) for record in Store.open(tmp_path))
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_store_that_is_written_into_is_not_touched(tmp_path: Path, samples: list[Sample], number: int) -> None:
+    before = (tmp_path / "manifest.json").read_bytes()
+    header = read_header(tmp_path / HEADER_FILE)
+    with StoreWriter(tmp_path, header, number=number), pytest.raises(StoreError, match="another process is writing"):
+        run(tmp_path, shifted(samples))
+    assert (tmp_path / "manifest.json").read_bytes() == before
+    assert run(tmp_path, shifted(samples)).changed > 0
+
+
+def test_no_writer_begins_before_the_masks_are_written(
+    tmp_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, refused = read_header(tmp_path / HEADER_FILE), []
+
+    def meanwhile(path: Path, tokens: ShardTokens, features: FileEntry) -> None:
+        with pytest.raises(StoreError, match="another process is writing"):
+            StoreWriter(tmp_path, header)
+        refused.append(path.name)
+        write_tokens(path, tokens, features)
+
+    monkeypatch.setattr(rewriting, "write_tokens", meanwhile)
+    assert run(tmp_path, shifted(samples)).finished
+    assert len(refused) > 1
 
 
 def test_an_unfinished_capture_stays_one(tmp_path: Path, samples: list[Sample]) -> None:
