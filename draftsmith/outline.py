@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import AutoTokenizer
 
 from draftsmith.data.chat import template_fingerprint, tokenizer_fingerprint
 from draftsmith.data.options import DataOptions
+from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance, target_identity
 from draftsmith.features.manifest import TokenizerIdentity
 from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.targets.location import locate, read_config
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
@@ -24,11 +27,13 @@ class TargetOutline:
     tokenizer: Any
     source: str
     revision: str | None
+    options: TargetOptions | None = None
+    """How the target is loaded; None where it is in memory only."""
 
     @classmethod
-    def of(cls, target: Target) -> "TargetOutline":
-        """The outline of a loaded target; shares its tensors."""
-        return cls(target.text_config, target.ends, target.tokenizer, target.source, target.revision)
+    def of(cls, target: Target, options: TargetOptions | None = None) -> "TargetOutline":
+        """The outline of a loaded target; shares its tensors. options: what it was loaded with."""
+        return cls(target.text_config, target.ends, target.tokenizer, target.source, target.revision, options)
 
     @classmethod
     def load(cls, options: TargetOptions) -> "TargetOutline":
@@ -41,7 +46,17 @@ class TargetOutline:
                 location.name, revision=options.revision, trust_remote_code=options.trust_remote_code
             )
         ends = TargetEnds.load(**options.model_dump(exclude={"fuse"}))  # the ends have no layers to fuse
-        return cls(config.get_text_config(), ends, tokenizer, location.source, getattr(config, "_commit_hash", None))
+        revision = getattr(config, "_commit_hash", None)
+        return cls(config.get_text_config(), ends, tokenizer, location.source, revision, options)
+
+    def final_norm(self) -> nn.Module:
+        """The target's final norm on the CPU, in the dtype that its options name; reads no other weights.
+
+        Raises `DraftsmithError` for a target that was not loaded from a path, and as `load_final_norm` does.
+        """
+        if self.options is None:
+            raise DraftsmithError(f"the target {self.source} is in memory only; its final norm is read from a path")
+        return load_final_norm(**self.options.model_dump(exclude={"fuse", "device"}))
 
     @property
     def hidden_size(self) -> int:

@@ -56,7 +56,7 @@ class Stages:
     def _outline(self) -> TargetOutline:
         """The target's facts and ends: of the loaded target where there is one, else read alone."""
         if "target" in vars(self):
-            return TargetOutline.of(self.target)
+            return TargetOutline.of(self.target, self.recipe.target)
         if self._outline_alone is None:
             self._outline_alone = TargetOutline.load(self.recipe.target)
         return self._outline_alone

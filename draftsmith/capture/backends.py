@@ -32,7 +32,8 @@ def _sglang(target: Any, layout: CaptureLayout, options: CaptureOptions) -> Capt
 def _vllm(target: Any, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:
     from draftsmith.capture.vllm import VllmBackend
 
-    return VllmBackend(target.source, target.num_layers, layout, options.vllm, target.revision)
+    norm = target.final_norm() if layout.final_state else None
+    return VllmBackend(target.source, target.num_layers, layout, options.vllm, norm)
 
 
 BACKENDS: dict[str, BackendKind] = {

@@ -26,7 +26,6 @@ from draftsmith.capture.options import VllmOptions
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
-from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.targets.taps import to_layer_input_ids
 
 
@@ -87,18 +86,30 @@ def features_of(
 
 
 class VllmBackend:
-    """A running server; see `CaptureBackend`. path, revision: of the target; what is read there is its final norm."""
+    """A running server; see `CaptureBackend`.
+
+    path: the target's; norm: its final norm on the CPU, which a layout with a final state needs.
+    """
 
     def __init__(
-        self, path: str, num_layers: int, layout: CaptureLayout, options: VllmOptions, revision: str | None = None
+        self,
+        path: str,
+        num_layers: int,
+        layout: CaptureLayout,
+        options: VllmOptions,
+        norm: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        if layout.final_state and norm is None:
+            raise DraftsmithError(
+                "the draft needs the target's final state, and no final norm was given: vLLM keeps the state before it"
+            )
         self.layout = layout
         self.num_layers = num_layers
         self.options = options
         self.url = options.base_url.rstrip("/") + "/completions"
         self.model = options.model or path
         self.command = server_command(path, layout, num_layers)
-        self.norm = load_final_norm(path, revision=revision) if layout.final_state else None
+        self.norm = norm
 
     @torch.no_grad()
     def features(self, samples: Sequence[Sample]) -> list[dict[str, Tensor]]:

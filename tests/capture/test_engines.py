@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.capture.backends import BACKENDS
 from draftsmith.capture.hf import HfBackend
@@ -27,6 +27,8 @@ from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
+from draftsmith.outline import TargetOutline
+from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
 from tests.tiny import tiny_model, tiny_target
 
@@ -183,6 +185,10 @@ class Served:
         self.options = VllmOptions(base_url=f"http://127.0.0.1:{self.server.server_port}/v1", concurrency=3)
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
 
+    def backend(self, layout: CaptureLayout, options: VllmOptions | None = None) -> VllmBackend:
+        norm = self.target.model.get_decoder().norm
+        return VllmBackend(self.path, self.target.num_layers, layout, options or self.options, norm)
+
     def __enter__(self) -> "Served":
         self.thread.start()
         return self
@@ -208,14 +214,8 @@ def test_a_capture_through_vllm_is_the_capture_of_the_target(served: Served, tmp
     samples = random_samples(LENGTHS)
     options = CaptureOptions(backend="vllm", vllm=served.options, dtype="float32", tokens_per_batch=18)
 
-    class Outline:  # what a capture may know of a target that a server runs
-        source = served.path
-        revision = None
-        vocab_size = served.target.vocab_size
-        max_position_embeddings = served.target.max_position_embeddings
-        num_layers = served.target.num_layers
-
-    capture(Outline(), samples, LAYOUT, tmp_path / "vllm", options, provenance(served.target))
+    outline = TargetOutline.load(TargetOptions(path=served.path))  # nothing of the model's layers is read here
+    capture(outline, samples, LAYOUT, tmp_path / "vllm", options, provenance(served.target))
     options = CaptureOptions(dtype="float32", tokens_per_batch=18)
     capture(served.target, samples, LAYOUT, tmp_path / "hf", options, provenance(served.target))
     a, b = Store.open(tmp_path / "vllm"), Store.open(tmp_path / "hf")
@@ -232,19 +232,36 @@ def test_a_capture_through_vllm_is_the_capture_of_the_target(served: Served, tmp
 
 def test_a_server_with_other_layers_is_refused(served: Served) -> None:
     other = CaptureLayout((1,), 32, final_state=True, dtype=torch.float32)
-    backend = VllmBackend(served.path, served.target.num_layers, other, served.options)
+    backend = served.backend(other)
     with pytest.raises(DraftsmithError, match=r"states \[5, 3, 32\].*eagle_aux_hidden_state_layer_ids \[2, 4\]"):
         backend.features(random_samples([5]))
 
 
 def test_a_server_that_keeps_no_states_and_one_that_is_not_there_are_named(served: Served) -> None:
-    backend = VllmBackend(served.path, served.target.num_layers, LAYOUT, served.options)
+    backend = served.backend(LAYOUT)
     served.server.layer_ids = []
     with pytest.raises(DraftsmithError, match=r"names no hidden_states_path; start the server with\nvllm serve"):
         backend.features(random_samples([5]))
     nobody = VllmOptions(base_url="http://127.0.0.1:9/v1")
     with pytest.raises(DraftsmithError, match=r"no answer from http://127\.0\.0\.1:9/v1/completions"):
-        VllmBackend(served.path, served.target.num_layers, LAYOUT, nobody).features(random_samples([5]))
+        served.backend(LAYOUT, nobody).features(random_samples([5]))
+
+
+def test_the_final_norm_is_read_as_the_recipe_says(served: Served) -> None:
+    def norm(dtype: str) -> nn.Module:
+        outline = TargetOutline.load(TargetOptions(path=served.path, dtype=dtype))
+        backend = BACKENDS["vllm"].make(outline, LAYOUT, CaptureOptions(backend="vllm", vllm=served.options))
+        assert isinstance(backend, VllmBackend)
+        assert isinstance(backend.norm, nn.Module)
+        return backend.norm
+
+    for dtype in (torch.float32, torch.bfloat16):
+        (weight,) = norm(str(dtype).removeprefix("torch.")).parameters()
+        assert (weight.dtype, weight.device.type) == (dtype, "cpu")
+    with pytest.raises(DraftsmithError, match="no final norm was given"):
+        VllmBackend(served.path, served.target.num_layers, LAYOUT, served.options)
+    with pytest.raises(DraftsmithError, match="in memory only"):
+        TargetOutline.of(served.target).final_norm()
 
 
 def test_the_server_counts_layers_by_what_they_read() -> None:
