@@ -70,7 +70,7 @@ def _rope_cache_kernel(  # type: ignore[no-untyped-def]
     qkv_stride_b, qkv_stride_w, split_stride, cos_stride_b, cos_stride_w, position_stride_b, position_stride_w,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr,
+    REST: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr,
     HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -84,55 +84,77 @@ def _rope_cache_kernel(  # type: ignore[no-untyped-def]
     batch = (token // width).to(tl.int64)
     slot = token % width
     position = tl.load(position_ptr + batch * position_stride_b + slot * position_stride_w).to(tl.int64) + slot * STEP
-    dims = tl.arange(0, BLOCK)
-    inside = (dims < DIM)[None, :] & (is_query | is_key | is_value)[:, None]
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     source = qkv_ptr + batch * qkv_stride_b + slot * qkv_stride_w + heads[:, None] * DIM
-    raw = _summed(source, dims[None, :], inside, split_stride, SPLITS, dtype)
 
+    # A rotated dimension's partner lies half the rotary width away: both halves are read as rows of their own, in full
+    # width, and the dimensions that are not rotated after them.
     half: tl.constexpr = ROTARY // 2
-    rotary = dims < ROTARY
-    # The partner of a rotated dimension lies half the rotary width away.
-    partner = tl.where(dims < half, dims + half, dims - half)
-    partner = tl.where(rotary, partner, dims)
-    x = raw
-    other = _summed(source, partner[None, :], inside, split_stride, SPLITS, dtype)
+    dims = tl.arange(0, BLOCK)
+    half_ok = (dims < half)[None, :] & (is_query | is_key | is_value)[:, None]
+    raw_low = _summed(source, dims[None, :], half_ok, split_stride, SPLITS, dtype)
+    raw_high = _summed(source, half + dims[None, :], half_ok, split_stride, SPLITS, dtype)
+    low = raw_low
+    high = raw_high
+    rest_dims = ROTARY + tl.arange(0, REST)
+    rest_ok = (rest_dims < DIM)[None, :] & (is_query | is_key | is_value)[:, None]
+    if ROTARY < DIM:
+        raw_rest = _summed(source, rest_dims[None, :], rest_ok, split_stride, SPLITS, dtype)
+        rest = raw_rest
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        w_x = _weights(q_weight_ptr, k_weight_ptr, dims, dims < DIM, is_query)
-        w_o = _weights(q_weight_ptr, k_weight_ptr, partner, dims < DIM, is_query)
-        if UNIT_OFFSET:
-            x = (x * scale * (1.0 + w_x)).to(dtype).to(tl.float32)
-            other = (other * scale * (1.0 + w_o)).to(dtype).to(tl.float32)
-        else:
-            x = ((x * scale).to(dtype).to(tl.float32) * w_x).to(dtype).to(tl.float32)
-            other = ((other * scale).to(dtype).to(tl.float32) * w_o).to(dtype).to(tl.float32)
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        if ROTARY < DIM:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        low = _normed(low, scale, q_weight_ptr, k_weight_ptr, dims, dims < half, is_query, UNIT_OFFSET, dtype)
+        high = _normed(high, scale, q_weight_ptr, k_weight_ptr, half + dims, dims < half, is_query, UNIT_OFFSET, dtype)
+        if ROTARY < DIM:
+            rest = _normed(
+                rest, scale, q_weight_ptr, k_weight_ptr, rest_dims, rest_dims < DIM, is_query, UNIT_OFFSET, dtype
+            )
     if TABLE:
         table = position * cos_stride_w + dims
     else:
         table = batch * cos_stride_b + slot * cos_stride_w + dims
-    angle_ok = (dims < DIM) & rotary
-    cos = tl.load(cos_ptr + table, mask=angle_ok, other=1.0).to(dtype).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + table, mask=angle_ok, other=0.0).to(dtype).to(tl.float32)[None, :]
-    sign = tl.where(dims < half, -1.0, 1.0)[None, :]
+    cos = tl.load(cos_ptr + table, mask=dims < half, other=1.0).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + table, mask=dims < half, other=0.0).to(dtype).to(tl.float32)[None, :]
     # Each product is rounded before the sum, as the model's own code does.
-    out = ((x * cos).to(dtype).to(tl.float32) + (sign * other * sin).to(dtype).to(tl.float32)).to(dtype)
+    out_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+    out_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
 
     q_to = q_ptr + (token.to(tl.int64) * HEADS + heads)[:, None] * DIM
-    tl.store(q_to + dims[None, :], out, mask=inside & is_query[:, None])
     k_to = k_ptr + batch * k_stride_b + position * k_stride_n + (heads - HEADS).to(tl.int64)[:, None] * k_stride_h
-    tl.store(k_to + dims[None, :], out, mask=inside & is_key[:, None])
     v_head = (heads - HEADS - KV_HEADS).to(tl.int64)[:, None]
     v_to = v_ptr + batch * v_stride_b + position * v_stride_n + v_head * v_stride_h
-    tl.store(v_to + dims[None, :], raw.to(dtype), mask=inside & is_value[:, None])
+    _store(q_to, k_to, v_to, dims[None, :], out_low, raw_low, half_ok, is_query, is_key, is_value, dtype)
+    _store(q_to, k_to, v_to, half + dims[None, :], out_high, raw_high, half_ok, is_query, is_key, is_value, dtype)
+    if ROTARY < DIM:
+        _store(q_to, k_to, v_to, rest_dims[None, :], rest, raw_rest, rest_ok, is_query, is_key, is_value, dtype)
 
 
 @triton.jit
-def _weights(q_weight_ptr, k_weight_ptr, index, inside, is_query):  # type: ignore[no-untyped-def]
-    """Each head's norm weights [heads, dims]."""
-    of_query = tl.load(q_weight_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    of_key = tl.load(k_weight_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
+def _normed(  # type: ignore[no-untyped-def]
+    x, scale, q_weight_ptr, k_weight_ptr, dims, inside, is_query, UNIT_OFFSET: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Some dimensions of each head [heads, dims], scaled and weighted."""
+    of_query = tl.load(q_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+    of_key = tl.load(k_weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
+    if UNIT_OFFSET:
+        out = (x * scale * (1.0 + weight)).to(dtype)
+    else:
+        out = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+    return out.to(tl.float32)
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    q_to, k_to, v_to, dims, rotated, raw, inside, is_query, is_key, is_value, dtype: tl.constexpr
+):  # fmt: skip
+    """Queries and keys as they were rotated, values as they came."""
+    tl.store(q_to + dims, rotated.to(dtype), mask=inside & is_query[:, None])
+    tl.store(k_to + dims, rotated.to(dtype), mask=inside & is_key[:, None])
+    tl.store(v_to + dims, raw.to(dtype), mask=inside & is_value[:, None])
 
 
 def rope_cache(
@@ -172,6 +194,7 @@ def rope_cache(
         cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         raise ValueError("cos and sin must be laid out alike, with the rotary dimension contiguous")
+    rotary = cos.shape[-1]
     q = torch.empty(batch, width, heads, dim, dtype=k_cache.dtype, device=qkv.device)
     placeholder = qkv
     total_heads = heads + 2 * kv_heads
@@ -183,9 +206,9 @@ def rope_cache(
         q, k_cache, v_cache, qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0),
         cos.stride(-2), start.stride(0), start.stride(1) if start.dim() == 2 else 0,
         *k_cache.stride()[:3], *v_cache.stride()[:3], eps, width,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[-1], BLOCK=triton.next_power_of_2(dim),
-        STEP=1 if start.dim() == 1 else 0, SPLITS=splits, TABLE=table,
-        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, BLOCK_H=block_h,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=rotary, BLOCK=triton.next_power_of_2(rotary // 2),
+        REST=triton.next_power_of_2(max(1, dim - rotary)), STEP=1 if start.dim() == 1 else 0, SPLITS=splits,
+        TABLE=table, HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, BLOCK_H=block_h,
         num_warps=1 if block_h == 1 else 4, **overlapping(q.device),
     )  # fmt: skip
     return q.transpose(1, 2)
