@@ -12,24 +12,24 @@ from draftsmith.algorithms.algorithm import (
     BlockOutputs,
     DraftSection,
     Objective,
-    Options,
     Proposals,
     Proposer,
     Terms,
     TokenSampler,
 )
 from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.labelled import HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.sampled_vocabulary import SampledVocabulary
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.losses.linear_cross_entropy import linear_cross_entropy, rows_at_a_time
+from draftsmith.losses.linear_cross_entropy import linear_cross_entropy
 from draftsmith.targets.ends import TargetEnds
 
 
-class DFlashObjectiveOptions(Options):
+class DFlashObjectiveOptions(HeadOptions):
     """`draft.objective` of DFlash: how labels are weighted, and how many slots go through the output head at a time
     (None: half a GiB of logits).
 
@@ -39,7 +39,6 @@ class DFlashObjectiveOptions(Options):
     """
 
     weighting: Weighting = DecayWeighting()
-    head_chunk: int | None = Field(default=None, ge=1)
     negatives: int | None = Field(default=None, ge=1)
 
 
@@ -70,7 +69,7 @@ class DFlashObjective:
             project,
             labels,
             blocks.label_mask,
-            chunk=self.options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype),
+            chunk=self.options.rows_at_a_time(ends),
             max_labels=blocks.max_labels,
         )  # [R, N, P]
         if sample is not None:

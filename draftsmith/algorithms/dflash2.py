@@ -13,33 +13,30 @@ from draftsmith.algorithms.algorithm import (
     BlockOutputs,
     DraftSection,
     Objective,
-    Options,
     Proposals,
     Proposer,
     Terms,
     TokenSampler,
 )
 from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
-from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head, DFlash2HeadConfig
 from draftsmith.losses.chunked import Chunk, chunked_sum
-from draftsmith.losses.linear_cross_entropy import labelled_first, rows_at_a_time
 from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
 
-class DFlash2ObjectiveOptions(Options):
+class DFlash2ObjectiveOptions(HeadOptions):
     """`draft.objective` of DFlash 2: how labels are weighted, the share of the selector's loss (alpha_s), and how many
     slots go through the output head at a time (whole blocks, at least one)."""
 
     weighting: Weighting = DecayWeighting()
     selector_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    head_chunk: int | None = Field(default=None, ge=1)
 
 
 class DFlash2Section(DraftSection):
@@ -69,14 +66,12 @@ class DFlash2Objective:
     def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
         """Works through chunks of whole blocks, because a label's weight may depend on its block's other losses."""
         blocks, options = outputs.blocks, self.options
-        head_chunk = options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype)
         selector = _selector(draft)
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
-        with_label = blocks.label_mask.any(-1)
-        rows = labelled_first(with_label, min(with_label.numel(), blocks.max_labels))  # [n], blocks with a label first
-        labels, mask, previous = (_rows(t, rows) for t in (blocks.labels, blocks.label_mask, blocks.previous_ids))
-        first_label = _rows(blocks.first_label, rows)
-        block_hidden = _rows(hidden, rows)  # [n, P, H]
+        chosen = Chosen.blocks(blocks)  # n of them
+        labels, mask, previous = (chosen.take(t) for t in (blocks.labels, blocks.label_mask, blocks.previous_ids))
+        first_label = chosen.take(blocks.first_label)
+        block_hidden = chosen.take(hidden)  # [n, P, H]
         latent = selector.latent(block_hidden, previous)  # [n, P, rank]
 
         def compute(part: slice, h: Tensor, v: Tensor, successor: Tensor) -> Chunk:
@@ -110,17 +105,17 @@ class DFlash2Objective:
             compute,
             (block_hidden, latent),
             (selector.successor_codebook,),
-            chunk=max(1, head_chunk // self.layout.num_labels),  # whole blocks
+            chunk=max(1, options.rows_at_a_time(ends) // self.layout.num_labels),  # whole blocks
         )
         denominator = options.weighting.denominator(blocks)
         labelled = blocks.label_mask.sum((0, 1)).float()
-        before = label_metrics(_spread(unary_ids, rows, blocks), blocks)
+        before = label_metrics(chosen.spread(unary_ids), blocks)
         metrics = {
             "loss": (numerator.detach(), denominator),
             "base_loss": (unary_sums.sum(), denominator),
             "selector_loss": (selector_sums.sum(), denominator),
-            "candidate_recall": (_spread(present.long(), rows, blocks).sum((0, 1)).float(), labelled),
-            **label_metrics(_spread(predicted, rows, blocks), blocks),
+            "candidate_recall": (chosen.spread(present.long()).sum((0, 1)).float(), labelled),
+            **label_metrics(chosen.spread(predicted), blocks),
             **{f"base_{name}": pair for name, pair in before.items()},
         }
         return Terms(numerator, denominator, metrics)
@@ -153,17 +148,6 @@ def _best(scores: Tensor, ids: Tensor) -> Tensor:
     """The id of the highest score, ties to the lowest id, as the full vocabulary's argmax would have it."""
     best = scores == scores.amax(-1, keepdim=True)
     return torch.where(best, ids, ids.amax(-1, keepdim=True)).amin(-1)
-
-
-def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Blocks [R, N, ...] -> the chosen ones [n, ...]."""
-    return tensor.flatten(0, 1).index_select(0, rows)
-
-
-def _spread(values: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
-    """[n, P], of the chosen blocks -> [R, N, P], 0 at labels without supervision."""
-    spread = values.new_zeros(blocks.label_mask.flatten(0, 1).shape).index_copy(0, rows, values)
-    return spread.view(blocks.label_mask.shape) * blocks.label_mask
 
 
 def _selector(draft: Draft) -> CandidateSelector:

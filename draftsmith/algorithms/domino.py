@@ -12,13 +12,13 @@ from draftsmith.algorithms.algorithm import (
     BlockOutputs,
     DraftSection,
     Objective,
-    Options,
     Proposals,
     Proposer,
     Terms,
     TokenSampler,
 )
 from draftsmith.algorithms.checks import check_num_proposals
+from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary, decoding_options
 from draftsmith.algorithms.serving import Served, Serving
@@ -30,12 +30,11 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead, DominoHeadConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.losses.chunked import Chunk, chunked_sum
-from draftsmith.losses.linear_cross_entropy import labelled_first, rows_at_a_time
 from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
 
-class DominoObjectiveOptions(Options):
+class DominoObjectiveOptions(HeadOptions):
     """`draft.objective` of Domino: position weights, the curriculum, and how many slots go through the output head at a
     time.
 
@@ -46,7 +45,6 @@ class DominoObjectiveOptions(Options):
     weighting: FixedWeighting = DecayWeighting()
     lambda_start: float = Field(default=1.0, ge=0, le=1)
     lambda_decay_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    head_chunk: int | None = Field(default=None, ge=1)
 
     def base_share(self, progress: float) -> float:
         """lambda at `progress` in [0, 1), the share of optimiser steps done."""
@@ -85,10 +83,10 @@ class DominoObjective:
         share = self.options.base_share(outputs.progress)
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
         weights = self.options.weighting.weights(blocks)  # [R, N, P]
-        rows = labelled_first(blocks.label_mask, blocks.max_labels)  # [m]
-        selected = [t.flatten(0, 2).index_select(0, rows) for t in (hidden, corrections(draft, ends, hidden, blocks))]
-        row_labels = torch.where(blocks.label_mask, blocks.labels, -1).flatten()[rows]
-        row_weights = weights.flatten()[rows]
+        chosen = Chosen.labels(blocks)  # m of them
+        selected = [chosen.take(t) for t in (hidden, corrections(draft, ends, hidden, blocks))]
+        row_labels = chosen.take(torch.where(blocks.label_mask, blocks.labels, -1))
+        row_weights = chosen.take(weights)
         head = cast(DominoHead, draft.head)
 
         def compute(part: slice, h: Tensor, latent: Tensor, output_weight: Tensor) -> Chunk:
@@ -111,20 +109,17 @@ class DominoObjective:
             compute,
             selected,
             (head.output_weight,),
-            chunk=self.options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype),
+            chunk=self.options.rows_at_a_time(ends),
         )
         denominator = weights.sum()
 
-        def spread(ids: Tensor) -> Tensor:
-            return torch.zeros_like(blocks.labels).flatten().index_copy(0, rows, ids).view_as(blocks.labels)
-
-        before = label_metrics(spread(base_predicted), blocks)
+        before = label_metrics(chosen.spread(base_predicted), blocks)
         metrics = {
             "loss": (numerator.detach(), denominator),
             "base_loss": ((row_weights * base_loss).sum(), denominator),
             "final_loss": ((row_weights * final_loss).sum(), denominator),
             "lambda": (denominator * share, denominator),
-            **label_metrics(spread(predicted), blocks),
+            **label_metrics(chosen.spread(predicted), blocks),
             **{f"base_{name}": pair for name, pair in before.items()},
         }
         return Terms(numerator, denominator, metrics)
