@@ -17,13 +17,13 @@ from draftsmith.algorithms.algorithm import (
     BlockOutputs,
     DraftSection,
     Objective,
-    Options,
     Proposals,
     Proposer,
     Terms,
     TokenSampler,
 )
 from draftsmith.algorithms.checks import check_num_proposals
+from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
 from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary, decoding_options
 from draftsmith.algorithms.serving import Served, Serving
@@ -36,14 +36,13 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dspark import DSparkHead, corrected_logits
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.losses.linear_cross_entropy import labelled_first, rows_at_a_time
 from draftsmith.losses.teacher import TeacherLosses, cross_entropy_and_l1
 from draftsmith.targets.ends import TargetEnds
 
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-class DSparkObjectiveOptions(Options):
+class DSparkObjectiveOptions(HeadOptions):
     """`draft.objective` of DSpark: the weights of the three terms (confidence_weight None: 1 where there is a
     confidence head), how labels are weighted, and how many slots go through the vocabulary at a time."""
 
@@ -51,7 +50,6 @@ class DSparkObjectiveOptions(Options):
     l1_weight: float = Field(default=0.9, ge=0, allow_inf_nan=False)
     confidence_weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     weighting: FixedWeighting = DecayWeighting(gamma=4.0)
-    head_chunk: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _something_is_learnt(self) -> Self:
@@ -116,27 +114,27 @@ class DSparkObjective:
         previous = head.markov_head.embed(blocks.previous_ids)  # [R, N, P, rank]
         latents = head.markov_head.latents(previous, hidden)  # [R, N, P, rank]
         weights = self.options.weighting.weights(blocks)  # [R, N, P]
-        rows = labelled_first(blocks.label_mask, blocks.max_labels)  # [m]
-        row_weights = _rows(weights, rows)
+        chosen = Chosen.labels(blocks)  # m of them
+        row_weights = chosen.take(weights)
 
-        numerator, losses = self._vocabulary_terms(draft, ends, outputs, blocks, hidden, latents, rows, row_weights)
-        acceptance = (1.0 - 0.5 * losses.l1).clamp(0.0, 1.0) * _rows(blocks.label_mask, rows)  # [m]
+        numerator, losses = self._vocabulary_terms(draft, ends, outputs, blocks, hidden, latents, chosen, row_weights)
+        acceptance = (1.0 - 0.5 * losses.l1).clamp(0.0, 1.0) * chosen.take(blocks.label_mask)  # [m]
         denominator = weights.sum()
         metrics = {
             "cross_entropy": ((row_weights * losses.cross_entropy).sum(), denominator),
             "l1": ((row_weights * losses.l1).sum(), denominator),
-            **label_metrics(_spread(losses.predicted_ids, rows, blocks), blocks),
-            **{f"base_{k}": v for k, v in label_metrics(_spread(losses.unary_ids, rows, blocks), blocks).items()},
-            **acceptance_metrics(_spread(acceptance, rows, blocks), blocks),
+            **label_metrics(chosen.spread(losses.predicted_ids), blocks),
+            **{f"base_{k}": v for k, v in label_metrics(chosen.spread(losses.unary_ids), blocks).items()},
+            **acceptance_metrics(chosen.spread(acceptance), blocks),
         }
         if self.confidence_weight is not None:
-            confidence = head.confidence(_rows(hidden, rows), _rows(previous, rows))  # [m]
+            confidence = head.confidence(chosen.take(hidden), chosen.take(previous))  # [m]
             errors = functional.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")
             confidence_loss = (row_weights * errors).sum()
             numerator = numerator + self.confidence_weight * confidence_loss
             metrics["confidence_loss"] = (confidence_loss.detach(), denominator)
-            expected = _spread(confidence.detach().sigmoid(), rows, blocks) * blocks.label_mask
-            metrics |= calibration_metrics(expected, _spread(acceptance, rows, blocks), blocks)
+            expected = chosen.spread(confidence.detach().sigmoid())
+            metrics |= calibration_metrics(expected, chosen.spread(acceptance), blocks)
         metrics["loss"] = (numerator.detach(), denominator)
         return Terms(numerator, denominator, metrics)
 
@@ -148,15 +146,15 @@ class DSparkObjective:
         blocks: Blocks,
         hidden: Tensor,
         latents: Tensor,
-        rows: Tensor,
+        chosen: Chosen,
         row_weights: Tensor,
     ) -> tuple[Tensor, TeacherLosses]:
         """The two terms whose tensors have the width of the vocabulary: their weighted sum, and both row by row."""
         if outputs.final_state is None:
             raise DraftsmithError("dspark learns from the target's final states, and the batch has none; capture them")
         states = outputs.final_state.flatten(0, 1)  # [R*S, H]
-        row_start = torch.arange(len(outputs.final_state), device=rows.device) * outputs.final_state.shape[1]
-        teacher_index = _rows(blocks.label_index - 1 + row_start.view(-1, 1, 1), rows)  # [m]
+        row_start = torch.arange(len(outputs.final_state), device=states.device) * outputs.final_state.shape[1]
+        teacher_index = chosen.take(blocks.label_index - 1 + row_start.view(-1, 1, 1))  # [m]
 
         def logits(hidden: Tensor, latent: Tensor, output_weight: Tensor) -> tuple[Tensor, Tensor]:
             return draft.logits(hidden, ends), functional.linear(latent, output_weight)
@@ -165,32 +163,21 @@ class DSparkObjective:
             return ends.project(states[teacher_index[part]].to(ends.head_weight.dtype))
 
         return cross_entropy_and_l1(
-            (_rows(hidden, rows), _rows(latents, rows)),
+            (chosen.take(hidden), chosen.take(latents)),
             (_head(draft).markov_head.markov_w2.weight,),
             logits,
             teacher_logits,
-            _rows(torch.where(blocks.label_mask, blocks.labels, -1), rows),
+            chosen.take(torch.where(blocks.label_mask, blocks.labels, -1)),
             row_weights,
             cross_entropy_weight=self.options.cross_entropy_weight,
             l1_weight=self.options.l1_weight,
-            chunk=self.options.head_chunk or rows_at_a_time(ends.vocab_size, ends.head_weight.dtype),
+            chunk=self.options.rows_at_a_time(ends),
         )
 
 
 def reachable(blocks: Blocks) -> Blocks:
     """The same blocks, without the labels that come after one without supervision."""
     return replace(blocks, label_mask=blocks.label_mask.long().cumprod(-1).bool())
-
-
-def _rows(values: Tensor, rows: Tensor) -> Tensor:
-    """[R, N, P, ...] -> [m, ...], the labels numbered in `rows`."""
-    return values.flatten(0, 2).index_select(0, rows)
-
-
-def _spread(values: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
-    """[m] -> [R, N, P], 0 at labels without supervision."""
-    spread = values.new_zeros(blocks.label_mask.numel()).index_copy(0, rows, values)
-    return spread.view(blocks.label_mask.shape)
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------

@@ -73,10 +73,11 @@ def test_what_cannot_be_compared():
         compare(both, wide)
 
 
-def test_the_table_says_it_all():
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_says_it_all(width):
     from rich.console import Console
 
-    console = Console(width=160, record=True, file=io.StringIO())
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(comparison_table(compare(measured(), measured(gain=1, prompts=9))))
     shown = console.export_text()
     assert all(text in shown for text in ("accept length", "1.00 (1.00 to 1.00)", "higher", "noise", "note: 3 prompts"))
