@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
-    target = Target.load(arguments.target, dtype=arguments.dtype, device=arguments.device)
+    target = Target.load(arguments.target, dtype=arguments.dtype, device=arguments.device, fuse="off")  # nothing is timed
     draft = Draft.load(arguments.draft, dtype=arguments.dtype, device=arguments.device)
     shares = Shares()
     choose = BlockSearch.choose
