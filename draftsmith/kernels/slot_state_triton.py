@@ -5,6 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels import slot_state
+
+# The layout of a report, as kernels can read it.
+_HEADER = tl.constexpr(slot_state.REPORT_HEADER)
+_FINISHED, _STOPPED = tl.constexpr(slot_state.FINISHED), tl.constexpr(slot_state.STOPPED)
+_INVALID_TARGET, _INVALID_DRAFT = tl.constexpr(slot_state.INVALID_TARGET), tl.constexpr(slot_state.INVALID_DRAFT)
+
 
 @triton.jit
 def _open_kernel(  # type: ignore[no-untyped-def]
@@ -109,8 +116,10 @@ def _commit_kernel(  # type: ignore[no-untyped-def]
     report = report_ptr + slot * report_stride
     tl.store(report, length)
     tl.store(report + 1, committed)
-    tl.store(report + 2, (finished + 2 * stopped + 4 * invalid_target + 8 * invalid_draft).to(tl.int64))
-    tl.store(report + 3 + index, ids, mask=inside)
+    flags = _FINISHED * finished + _STOPPED * stopped
+    flags += _INVALID_TARGET * invalid_target + _INVALID_DRAFT * invalid_draft
+    tl.store(report + 2, flags.to(tl.int64))
+    tl.store(report + _HEADER + index, ids, mask=inside)
 
 
 def commit(
