@@ -18,7 +18,7 @@ from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distributi
 from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
 from draftsmith.drafts.draft import Draft
-from draftsmith.targets.ends import Choice
+from draftsmith.targets.ends import TokenChoice
 from draftsmith.targets.target import Target, TargetStates
 
 
@@ -117,7 +117,7 @@ class Stepper:
         if self.drafting is not None and slots.context is not None:
             self.drafting.blocks.append(_present(states.taps), start, slots.context)
 
-    def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> Choice:
+    def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> TokenChoice:
         """The target's own token at each position: final_state [slots, w, H] -> ids and finite [slots, w].
 
         Greedy rows take it from the same operation whether or not others draw, so that they get the same.
@@ -128,9 +128,9 @@ class Stepper:
         drawn = draw_token(distribution(logits, sampling), self._noise(state, logits.shape[1])[0])
         finite = logits.amax(-1).isfinite()
         if not sampling.bounds.some_greedy:
-            return Choice(drawn, finite)
+            return TokenChoice(drawn, finite)
         greedy, choice = sampling.greedy_rows[:, None], self.target.ends.argmax(final_state)
-        return Choice(torch.where(greedy, choice.ids, drawn), torch.where(greedy, choice.finite, finite))
+        return TokenChoice(torch.where(greedy, choice.ids, drawn), torch.where(greedy, choice.finite, finite))
 
     def _commit(
         self, state: DecodingState, final_state: Tensor, proposals: Proposals | None, sampling: RowSampling

@@ -28,7 +28,7 @@ def check_no_other_scales(text_config: PretrainedConfig) -> None:
             )
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """The head's most likely tokens: ids [...] int64, ties to the lowest; finite [...] bool, False where the logits
     held a NaN, plus infinity, or nothing above minus infinity, so that the id means nothing."""
 
@@ -95,7 +95,7 @@ class TargetEnds(nn.Module):
         logits = product(hidden, self.head_weight)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def argmax(self, hidden: Tensor) -> Choice:
+    def argmax(self, hidden: Tensor) -> TokenChoice:
         """States after the final norm [..., H], in the weights' dtype -> the most likely token of each.
 
         On a CUDA device no logits are written (`kernels.vocabulary_argmax`).
@@ -103,9 +103,9 @@ class TargetEnds(nn.Module):
         if hidden.is_cuda:
             from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax  # needs Triton, which a CPU may lack
 
-            return Choice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))
+            return TokenChoice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))
         logits = self.project(hidden)
-        return Choice(logits.argmax(-1), logits.amax(-1).isfinite())
+        return TokenChoice(logits.argmax(-1), logits.amax(-1).isfinite())
 
     def rows(self, token_ids: Tensor) -> "TargetEnds":
         """The ends of a target that knows only these tokens: token_ids [n] int64 -> copies of their rows, in this
