@@ -152,8 +152,8 @@ class Algorithm(ABC):
     """The typed `draft` section of its recipes."""
     published_head: ClassVar[dict[str, Any]] = {}
     """The fields of the section that size its head in published drafts, where they have no default."""
-    trimming_options: ClassVar[dict[str, tuple[float, ...]]] = {}
-    """Decoding options that only have a block propose fewer tokens, never other ones, and the values worth trying."""
+    trimming_options: ClassVar[tuple[str, ...]] = ()
+    """Decoding options that only have a block propose fewer tokens, never other ones."""
     stepwise_options: ClassVar[dict[str, Any]] = {}
     """Decoding options under which its proposer hands the logits of every slot to the sampler, if it ever does."""
 
@@ -177,10 +177,6 @@ class Algorithm(ABC):
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are
         the method's own decoding options by name; one that it does not have is an error."""
-
-    def can_trim(self, draft: Draft, option: str) -> bool:
-        """Whether this draft can be decoded with one of `trimming_options`."""
-        return option in self.trimming_options
 
     def serving(self, config: DraftConfig) -> Serving:
         """How SGLang and vLLM run this draft; as they run DFlash, unless a method says otherwise."""

@@ -232,7 +232,7 @@ class DSpark(Algorithm):
     paper = "arXiv 2607.05147"
     section: ClassVar[type[DraftSection]] = DSparkSection
     published_head: ClassVar[dict[str, Any]] = {"markov_rank": 256}
-    trimming_options: ClassVar[dict[str, tuple[float, ...]]] = {"min_survival": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)}
+    trimming_options: ClassVar[tuple[str, ...]] = ("min_survival",)
     stepwise_options: ClassVar[dict[str, Any]] = {"rollout": "plain"}
 
     def head_config(self, section: Any) -> dict[str, Any]:
@@ -251,9 +251,6 @@ class DSpark(Algorithm):
 
     def capture(self, config: DraftConfig) -> CaptureLayout:
         return replace(super().capture(config), final_state=True)
-
-    def can_trim(self, draft: Draft, option: str) -> bool:
-        return super().can_trim(draft, option) and _head(draft).confidence_head is not None
 
     def serving(self, config: DraftConfig) -> Serving:
         layout = self.block_layout(config)

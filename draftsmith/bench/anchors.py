@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Proposer
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.decoding.cache import ContextCache, DenseBlocks
 from draftsmith.decoding.sampling import SamplingOptions
@@ -27,12 +26,11 @@ class Anchored:
     """Acceptance at every anchor of one text, in order: anchor i is the i-th new token, and its block proposes what
     follows it.
 
-    accepted: proposals before the first that the text does not have. trimmed: per trimming setting, how many of the
-    block's proposals it lets count. The last anchors' blocks go past the end of the text, where nothing is accepted.
+    accepted: proposals before the first that the text does not have. The last anchors' blocks go past the end of the
+    text, where nothing is accepted.
     """
 
     accepted: tuple[int, ...]
-    trimmed: dict[tuple[str, float], tuple[int, ...]]
 
 
 class GreedySampler:
@@ -52,32 +50,18 @@ class GreedySampler:
 
 @dataclass(frozen=True)
 class Proposed:
-    """What a draft proposes at some anchors: token_ids [n, P] int64, chances [n, P] fp32 (its own, of each), and per
-    trimming setting how many count, [n] int64."""
+    """What a draft proposes at some anchors: token_ids [n, P] int64, and chances [n, P] fp32 (its own, of each)."""
 
     token_ids: Tensor
     chances: Tensor
-    trimmed: dict[tuple[str, float], Tensor]
 
 
 @torch.no_grad()
-def proposals_at(
-    target: Target,
-    draft: Draft,
-    token_ids: Sequence[int],
-    anchors: Sequence[int],
-    *,
-    settings: Sequence[tuple[str, float]] = (),
-) -> Proposed:
-    """The draft's greedy proposals at `anchors` (positions) of a text, each as if a verify began there.
-
-    settings: (trimming option, value) pairs to try.
-    """
+def proposals_at(target: Target, draft: Draft, token_ids: Sequence[int], anchors: Sequence[int]) -> Proposed:
+    """The draft's greedy proposals at `anchors` (positions) of a text, each as if a verify began there."""
     config, method = draft.config, algorithm_for(draft.config)
     layout = method.block_layout(config)
-    stepwise = method.stepwise_options
-    proposer = method.proposer(draft, target.ends, None, **stepwise)
-    trimming = {s: method.proposer(draft, target.ends, None, **stepwise, **dict([s])) for s in settings}
+    proposer = method.proposer(draft, target.ends, None, **method.stepwise_options)
     context = _context(target, draft, token_ids)
     blocks = DenseBlocks(draft)
     ids = torch.tensor(list(token_ids), device=target.device)
@@ -96,26 +80,15 @@ def proposals_at(
         else:
             logits = draft.logits(layout.predicting(hidden, dim=1), target.ends).float()
             chances = logits.softmax(-1).gather(-1, proposed.token_ids[..., None])[..., 0]
-        counts = {s: _count(trimmer, hidden, ids[at], proposed.token_ids.shape[1]) for s, trimmer in trimming.items()}
-        parts.append(Proposed(proposed.token_ids, chances, counts))
-    return Proposed(
-        torch.cat([part.token_ids for part in parts]),
-        torch.cat([part.chances for part in parts]),
-        {s: torch.cat([part.trimmed[s] for part in parts]) for s in settings},
-    )
+        parts.append(Proposed(proposed.token_ids, chances))
+    return Proposed(torch.cat([part.token_ids for part in parts]), torch.cat([part.chances for part in parts]))
 
 
-def anchored(
-    target: Target,
-    draft: Draft,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    settings: Sequence[tuple[str, float]] = (),
-) -> Anchored:
+def anchored(target: Target, draft: Draft, prompt: Sequence[int], answer: Sequence[int]) -> Anchored:
     """Acceptance at every token of the answer; both are token ids, and the answer is what the target said, greedily."""
     text = [*prompt, *answer]
     anchors = range(len(prompt), len(text))
-    proposed = proposals_at(target, draft, text, anchors, settings=settings)
+    proposed = proposals_at(target, draft, text, anchors)
     width = proposed.token_ids.shape[1]
     accepted = []
     for anchor, line in zip(anchors, proposed.token_ids.tolist(), strict=True):
@@ -124,11 +97,11 @@ def anchored(
         while right < len(following) and line[right] == following[right]:
             right += 1
         accepted.append(right)
-    return Anchored(tuple(accepted), {s: tuple(c.tolist()) for s, c in proposed.trimmed.items()})
+    return Anchored(tuple(accepted))
 
 
-def replay(text: Anchored, num_proposals: int, trim: tuple[str, float] | None = None) -> list[int]:
-    """Tokens committed by each verify of a text, with at most so many proposals a block, trimmed or not.
+def replay(text: Anchored, num_proposals: int) -> list[int]:
+    """Tokens committed by each verify of a text, with at most so many proposals a block.
 
     The text's first token comes with the prompt; the verifies' tokens add up to the others, the last verify cut at the
     end of the text.
@@ -136,10 +109,7 @@ def replay(text: Anchored, num_proposals: int, trim: tuple[str, float] | None = 
     last = len(text.accepted) - 1
     place, lengths = 0, []
     while place < last:
-        accepted = min(text.accepted[place], num_proposals)
-        if trim is not None:
-            accepted = min(accepted, text.trimmed[trim][place])
-        committed = min(accepted + 1, last - place)
+        committed = min(min(text.accepted[place], num_proposals) + 1, last - place)
         lengths.append(committed)
         place += committed
     return lengths
@@ -155,9 +125,3 @@ def _context(target: Target, draft: Draft, token_ids: Sequence[int]) -> ContextC
     assert states.taps is not None
     blocks.append(states.taps, torch.zeros(1, dtype=torch.int64, device=target.device), context)
     return context
-
-
-def _count(trimmer: Proposer, hidden: Tensor, anchor_ids: Tensor, most: int) -> Tensor:
-    """How many proposals of each block a trimming proposer lets count: [n] int64."""
-    count = trimmer.propose(hidden, anchor_ids, GreedySampler()).count
-    return torch.full_like(anchor_ids, most) if count is None else count

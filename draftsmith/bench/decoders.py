@@ -47,12 +47,14 @@ class Timed:
 
 @dataclass
 class RunningDecoder:
-    """A decoder at one batch size. memory_bytes: of its first run, on a GPU."""
+    """A decoder at one batch size. memory_bytes: its weights, what building its engine took (built_bytes), and the most
+    that its first run took beside that, on a GPU."""
 
     name: str
     target: Target
     engine: Engine
     width: int
+    built_bytes: int = 0
     memory_bytes: int | None = None
     _at_width: Engine | None = field(default=None, repr=False)
 
@@ -66,21 +68,30 @@ class RunningDecoder:
         slots: dict[str, object] = {"slots": batch_size}
         if room is not None and common.max_length is None and _with_graphs(target, common):
             slots["max_length"] = min(room, target.max_position_embeddings)
+        before = _allocated(target.device)
         if entry is None:
             bare = common.model_copy(update={"num_proposals": None, "proposer": {}, **slots})
-            return cls(PLAIN, target, Engine(target, None, bare), 1)
-        chosen = common.model_copy(update=slots)
-        return cls(entry.name, target, Engine(target, entry.draft, chosen), 1 + proposals(entry.draft, chosen))
+            decoder = cls(PLAIN, target, Engine(target, None, bare), 1)
+        else:
+            chosen = common.model_copy(update=slots)
+            width = 1 + proposals(entry.draft, chosen)
+            decoder = cls(entry.name, target, Engine(target, entry.draft, chosen), width)
+        decoder.built_bytes = _allocated(target.device) - before
+        return decoder
 
     def timed(self, request: Request) -> Timed:
         """Decodes a request; raises `DraftsmithError` as the engine does."""
-        before = self._memory() if self.memory_bytes is None else 0
+        device = self.target.device
+        measures = self.memory_bytes is None and device.type == "cuda"
+        if measures:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = _allocated(device)
         first, seconds = self._run(replace(request, max_new_tokens=1))
         generations, whole = (first, seconds) if request.max_new_tokens == 1 else self._run(request)
-        if self.memory_bytes is None and self.target.device.type == "cuda":
+        if measures:
             parts = (self.target.model, self.engine.draft)
             weights = sum(p.numel() * p.element_size() for part in parts if part is not None for p in part.parameters())
-            self.memory_bytes = weights + torch.cuda.max_memory_allocated(self.target.device) - before
+            self.memory_bytes = weights + self.built_bytes + torch.cuda.max_memory_allocated(device) - before
         return Timed(generations, whole, seconds)
 
     def at_same_width(self, request: Request) -> list[Generation]:
@@ -107,12 +118,9 @@ class RunningDecoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
-    def _memory(self) -> int:
-        device = self.target.device
-        if device.type != "cuda":
-            return 0
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _with_graphs(target: Target, options: EngineOptions) -> bool:
@@ -134,7 +142,6 @@ def describe(entry: DraftEntry, options: BenchOptions, memory_bytes: dict[int, i
         layers=config.num_hidden_layers,
         block_size=config.block_size,
         proposals=proposals(entry.draft, engine),
-        trims=any(name in algorithm_for(config).trimming_options for name in engine.proposer),
         engine=engine.model_dump(mode="json", exclude_defaults=True),
         memory_bytes=memory_bytes,
     )

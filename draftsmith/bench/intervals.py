@@ -6,8 +6,8 @@ without each prompt in turn. The interval is the figure +- t times the jackknife
 n - 1 degrees of freedom; unlike percentiles of a bootstrap it is not too narrow for the few prompts of a short run, and
 it draws no random numbers.
 
-A figure that cannot take every value is looked at on a scale without ends (`Scale`), so that its interval ends where the
-figure must: speeds and their ratios by their logarithm, an accept length, which lies between one token and a whole
+A figure that cannot take every value is looked at on a scale without ends (`Scale`), so that its interval ends where
+the figure must: speeds and their ratios by their logarithm, an accept length, which lies between one token and a whole
 block, by the log odds of its place between the two.
 """
 

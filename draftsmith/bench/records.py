@@ -16,7 +16,7 @@ from draftsmith.errors import DraftsmithError
 PLAIN = "plain"
 """The decoder without a draft."""
 
-VERSION = 2
+VERSION = 3
 """Of the file format."""
 
 
@@ -29,8 +29,7 @@ class Record(BaseModel):
 class Decoder(Record):
     """One way of decoding that was measured: `plain`, or a draft.
 
-    proposals: tokens proposed a verify, 0 for plain decoding. trims: whether a decoding option may propose fewer in a
-    verify (then a slot that was left out counts as not accepted). memory_bytes: of its weights, caches and intermediate
+    proposals: tokens proposed a verify, 0 for plain decoding. memory_bytes: of its weights, caches and intermediate
     results on the GPU, at each batch size; empty on a CPU.
     """
 
@@ -40,7 +39,6 @@ class Decoder(Record):
     layers: int = 0
     block_size: int = 0
     proposals: int = 0
-    trims: bool = False
     engine: dict[str, Any] = {}
     memory_bytes: dict[int, int] = {}
 

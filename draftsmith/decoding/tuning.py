@@ -15,7 +15,8 @@ VERSION = 1
 
 class Tuning(BaseModel):
     """Settings for one draft. method, trained_block_size: of the draft they are for; block_size: slots of the blocks to
-    run; engine: the engine's options; found: how they were found (not read by decoding)."""
+    run; engine: the engine's options that were measured, tuned or not; found: how they were found (not read by
+    decoding)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,7 +53,8 @@ class Tuning(BaseModel):
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def apply(self, draft: Draft, base: EngineOptions | None = None) -> tuple[Draft, EngineOptions]:
-        """The draft with the tuned block, and the engine's options: those of `base`, with the tuned ones over them.
+        """The draft with the tuned block, and the engine's options: those of `base`, with the measured ones over them;
+        of the proposer's, those of `base` that were not measured otherwise stay.
 
         Raises `DraftsmithError` where the settings are for another draft.
         """
@@ -62,5 +64,7 @@ class Tuning(BaseModel):
                 f"the settings are for a {self.method} draft with blocks of {self.trained_block_size}, and this is a "
                 f"{own[0]} draft with blocks of {own[1]}; tune again for it"
             )
+        base = base or EngineOptions()
         tuned = {name: getattr(self.engine, name) for name in self.engine.model_fields_set}
-        return draft.with_block_size(self.block_size), (base or EngineOptions()).model_copy(update=tuned)
+        tuned["proposer"] = base.proposer | self.engine.proposer
+        return draft.with_block_size(self.block_size), base.model_copy(update=tuned)

@@ -23,7 +23,10 @@ def test_accept_length_is_the_mean_over_verifies_not_over_prompts():
         "code": 6.0,
     }
     assert found.histogram == [4, 0, 0, 0, 0, 1]
-    assert found.accept_length.low < 2 < found.accept_length.high
+    assert found.accept_length.low is None  # without "b" nothing was ever accepted
+    more = of(report([answer("a", [1, 2, 1, 1]), answer("b", [6]), answer("c", []), answer("d", [3, 1])])).accept_length
+    assert 1 < more.low < more.value < more.high < 1 + made.drafts[0].proposals
+    assert more.value == pytest.approx(15 / 7)
 
 
 def test_the_verify_that_met_the_limit_does_not_count():

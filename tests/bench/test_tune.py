@@ -18,11 +18,15 @@ from tests.tiny_draft import tiny_draft
 PROMPTS = [[40, 41, 42], [50, 51, 52, 60, 7]]
 HEADS = {
     "dflash": {},
-    "dspark": {"markov_rank": 8, "markov_head_type": "vanilla"},
+    "dspark": {
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3},
 }
 DRAFT_SEED = 2
-CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +35,9 @@ def target():
 
 
 def draft_of(target, method, block_size=5):
-    head = HEADS[method] | (CONFIDENCE if method == "dspark" else {})
-    return tiny_draft(target, architecture=method, block_size=block_size, head=head, num_layers=1, seed=DRAFT_SEED)
+    return tiny_draft(
+        target, architecture=method, block_size=block_size, head=HEADS[method], num_layers=1, seed=DRAFT_SEED
+    )
 
 
 @pytest.mark.parametrize("method", HEADS)
@@ -55,19 +60,6 @@ def test_a_replay_of_a_smaller_block_is_the_engines(target):
     assert decoded.token_ids == plain.token_ids
 
 
-def test_a_replayed_threshold_is_the_engines(target):
-    draft = draft_of(target, "dspark")
-    trims = [("min_survival", value) for value in (0.05, 0.3, 0.9)]
-    (plain,) = generate(target, None, PROMPTS[1:], max_new_tokens=20)
-    text = anchored(target, draft, PROMPTS[1], plain.token_ids, trims)
-    found = [replay(text, 5, trim) for trim in trims]
-    for trim, lengths in zip(trims, found, strict=True):
-        options = EngineOptions(proposer=dict([trim]))
-        (decoded,) = generate(target, draft, PROMPTS[1:], max_new_tokens=20, options=options)
-        assert lengths == decoded.accept_lengths
-    assert found[0] != found[-1], "the threshold trims nothing: nothing is tested"
-
-
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
@@ -81,7 +73,7 @@ def recorded(acceptance: float, seed: int, block: int = 16, tokens: int = 400) -
         while run < block - 1 and anchor + 1 + run < tokens and foreseen[anchor + 1 + run]:
             run += 1
         accepted.append(run)
-    return Anchored(tuple(accepted), {})
+    return Anchored(tuple(accepted))
 
 
 def costs() -> dict[Shape, float]:
@@ -101,33 +93,38 @@ def test_long_blocks_lose_on_prose_and_win_on_structured_text():
 
 
 def test_speeds_follow_from_lengths_and_costs():
-    text = Anchored((2, 0, 1, 3, 0, 0, 0), {("min_survival", 0.5): (1, 1, 1, 1, 1, 1, 1)})
+    text = Anchored((2, 0, 1, 3, 0, 0, 0))
     assert replay(text, 3) == [3, 3]
     assert replay(text, 1) == [2, 2, 1, 1]
-    found = candidates({4: [text]}, {Shape(4, 3): 0.5, Shape(4, 1): 0.25}, [("min_survival", 0.5)], batch_size=2)
-    speeds = {(c.shape.num_proposals, c.trim is not None): c.tokens_per_second for c in found}
+    found = candidates({4: [text]}, {Shape(4, 3): 0.5, Shape(4, 1): 0.25}, batch_size=2)
+    speeds = {c.shape.num_proposals: c.tokens_per_second for c in found}
     # The last verify of a text is cut by its end, and does not count.
-    assert speeds[3, False] == pytest.approx(2 * 3 / 0.5)
-    assert speeds[1, False] == pytest.approx(2 * (5 / 3) / 0.25)
-    assert speeds[3, True] == pytest.approx(2 * (5 / 3) / 0.5)
+    assert speeds[3] == pytest.approx(2 * 3 / 0.5)
+    assert speeds[1] == pytest.approx(2 * (5 / 3) / 0.25)
     assert [c.tokens_per_second for c in found] == sorted(speeds.values(), reverse=True)
     with pytest.raises(DraftsmithError, match="too short"):
-        candidates({4: [Anchored((0,), {})]}, {Shape(4, 3): 0.5})
+        candidates({4: [Anchored((0,))]}, {Shape(4, 3): 0.5})
 
 
 def test_the_whole_way_to_a_file_that_decoding_reads(target, tmp_path):
     draft = draft_of(target, "dspark", block_size=4)
     said = []
-    found = tune(target, draft, PROMPTS, BenchOptions(max_new_tokens=6, batch_size=2), block_sizes=[2], say=said.append)
+    engine = EngineOptions(context_bucket=64, proposer={"rollout": "plain"})
+    options = BenchOptions(max_new_tokens=6, batch_size=2, engine=engine)
+    found = tune(target, draft, PROMPTS, options, block_sizes=[2], say=said.append)
     tried = {(c["block_size"], c["num_proposals"]) for c in found.found["candidates"]}
     assert tried == {(2, 2), (2, 1)}
     assert said[0].startswith(f"1. blocks of {found.block_size}, {found.engine.num_proposals} proposals")
     path = tmp_path / "tuned.json"
     found.write(path)
-    assert "prefill_chunk" not in json.loads(path.read_text())["engine"]
-    tuned, options = Tuning.read(path).apply(draft, EngineOptions(prefill_chunk=2))
-    assert (tuned.config.block_size, options.prefill_chunk) == (found.block_size, 2)
+    written = {"context_bucket": 64, "num_proposals": found.engine.num_proposals, "proposer": {"rollout": "plain"}}
+    assert json.loads(path.read_text())["engine"] == written
+    base = EngineOptions(prefill_chunk=2, context_bucket=32, proposer={"min_survival": 0.0, "rollout": "pruned"})
+    tuned, options = Tuning.read(path).apply(draft, base)
+    assert (tuned.config.block_size, options.prefill_chunk, options.context_bucket) == (found.block_size, 2, 64)
     assert options.num_proposals == found.engine.num_proposals
+    assert options.proposer == {"min_survival": 0.0, "rollout": "plain"}
+    tuned, options = Tuning.read(path).apply(draft)
     decoded = generate(target, tuned, PROMPTS, max_new_tokens=6, options=options)
     assert [g.token_ids for g in decoded] == [g.token_ids for g in generate(target, None, PROMPTS, max_new_tokens=6)]
 
@@ -153,3 +150,6 @@ def test_shapes_to_try(target):
         shapes(draft_of(target, "dflash"), [9])
     with pytest.raises(DraftsmithError, match=r"bench\.temperature"):
         tune(target, draft_of(target, "dflash"), PROMPTS, BenchOptions(temperature=1.0))
+    trimming = BenchOptions(engine=EngineOptions(proposer={"min_survival": 0.2}))
+    with pytest.raises(DraftsmithError, match="min_survival, which leaves proposals out"):
+        tune(target, draft_of(target, "dspark"), PROMPTS, trimming)
