@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.capture.backend import CaptureTarget
 from draftsmith.capture.backends import BACKENDS
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.plan import estimate_size, finished_samples, plan_batches
@@ -23,13 +24,12 @@ from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
-from draftsmith.targets.target import Target
 
 _log = logging.getLogger(__name__)
 
 
 class OnlineFeatures:
-    """A source of training features (`training.source.FeatureSource`) that runs `target`.
+    """A source of training features (`training.source.FeatureSource`) that runs `target` as `capture` does.
 
     Records are what a capture with the same options stores: the same documents (unusable ones are left out, and too
     many of them are an error), in `options.dtype`, on the target's device. cache: a directory that is filled as a
@@ -41,7 +41,7 @@ class OnlineFeatures:
 
     def __init__(
         self,
-        target: Target,
+        target: CaptureTarget,
         samples: Sequence[Sample],
         layout: CaptureLayout,
         options: CaptureOptions,

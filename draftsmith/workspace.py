@@ -15,6 +15,7 @@ from draftsmith.bench.measure import bench, write_report
 from draftsmith.bench.records import BenchReport, read_report
 from draftsmith.bench.tune import tune
 from draftsmith.blocks.accept import counted_verifies
+from draftsmith.capture.backends import BACKENDS
 from draftsmith.data.chat import render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
@@ -31,9 +32,8 @@ from draftsmith.export.run import export_run
 from draftsmith.features.files import file_sha256
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
-from draftsmith.launcher import process_count
+from draftsmith.launcher import is_first, process_count
 from draftsmith.online import OnlineFeatures
-from draftsmith.outline import TargetOutline, provenance
 from draftsmith.recipe import RunDirectory
 from draftsmith.regenerate import regenerate
 from draftsmith.stages import one_process, use_own_device
@@ -171,13 +171,13 @@ class Workspace(StoreStages):
         tuning = None if tuned is None else Tuning.read(tuned)
         if tuning is not None and len(directories) > 1:
             raise DraftsmithError(f"--tuned {tuned} is for one draft, and {len(directories)} are to be measured")
+        prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
         entries = []
         for name, directory in zip(draft_names(directories), directories, strict=True):
             loaded, options = self.load_draft(directory if drafts else None), None
             if tuning is not None:
                 loaded, options = tuning.apply(loaded, recipe.bench.engine)
             entries.append(DraftEntry(name, loaded, directory, options))
-        prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
 
         def work() -> None:
             report = bench(
@@ -212,9 +212,10 @@ class Workspace(StoreStages):
         one_process("tune")
         recipe = self.recipe
         prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.bench.limit]
+        loaded = self.load_draft(draft)
         tuning = tune(
             self.target,
-            self.load_draft(draft),
+            loaded,
             [self._chat.prompt_ids(prompt, 0, []) for prompt in prompts],
             recipe.bench,
             stop_token_ids=self.stop_ids,
@@ -232,10 +233,12 @@ class Workspace(StoreStages):
     ) -> list[Generation]:
         """Answers to `texts`, printed one after the other; `sampling` as for `draftsmith.generate`."""
         one_process("generate")
-        loaded = None if plain else self.load_draft(draft)
-        options = None
-        if tuned is not None and loaded is not None:
-            loaded, options = Tuning.read(tuned).apply(loaded)
+        if not all(text.strip() for text in texts):
+            raise DraftsmithError("a prompt is empty; ask something with --prompt, or on standard input")
+        tuning = None if tuned is None else Tuning.read(tuned)
+        loaded, options = None if plain else self.load_draft(draft), None
+        if tuning is not None and loaded is not None:
+            loaded, options = tuning.apply(loaded)
         messages = [[{"role": "user", "content": text}] for text in texts]
         tokenizer = self.target.tokenizer
         prompts = [render_prompt(message, tokenizer, self.recipe.data) for message in messages]
@@ -260,19 +263,21 @@ class Workspace(StoreStages):
                 f"train.online.cache is {cache!r} with {process_count()} processes, and one process fills a cache; "
                 "leave it out, or run `draftsmith capture` and train with train.features=store"
             )
-        samples, tokenized = tokenize_all(
-            read_conversations(self._conversations_file()), self.target.tokenizer, recipe.data
-        )
+        # Loaded only where it runs in this process; an outline asked for before would load its ends a second time.
+        target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
+        samples, tokenized = tokenize_all(read_conversations(self._conversations_file()), target.tokenizer, recipe.data)
         self.say(f"conversations: {tokenized.line()}")
-        origin = provenance(TargetOutline.of(self.target), self.target.tokenizer, recipe.data)
-        return OnlineFeatures(self.target, samples, self._capture_layout(), recipe.capture, origin, cache=cache)
+        layout, origin = self._capture_layout(), self._provenance()
+        return OnlineFeatures(target, samples, layout, recipe.capture, origin, cache=cache)
 
     def _evaluation_by_generating(
         self, busy: AbstractContextManager[Any] | None
     ) -> Callable[[Draft], dict[str, float]]:
-        """The engine on the first `train.eval_prompts` of the held-out prompts."""
+        """The engine on the first `train.eval_prompts` of the held-out prompts; the first process alone loads it."""
         recipe = self.recipe
         prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.train.eval_prompts]
+        if not is_first():
+            return _not_asked
         return by_generating(
             self.target,
             [self._chat.prompt_ids(prompt, 0, []) for prompt in prompts],
@@ -286,6 +291,10 @@ class Workspace(StoreStages):
     @property
     def _chat(self) -> Chat:
         return Chat(self.target.tokenizer, self.recipe.data)
+
+
+def _not_asked(draft: Draft) -> dict[str, float]:
+    raise RuntimeError("the first process evaluates for all of them")
 
 
 def export_directory(
@@ -318,6 +327,14 @@ def export_directory(
 
 
 def draft_names(directories: Sequence[Path]) -> list[str]:
-    """Short names that tell draft directories apart: a directory that is just called `draft` has its run's name too."""
+    """Short names that tell draft directories apart: a directory that is just called `draft` has its run's name too.
+
+    Raises `DraftsmithError` for a directory that is named twice.
+    """
+    twice = next((path for path in directories if directories.count(path) > 1), None)
+    if twice is not None:
+        raise DraftsmithError(
+            f"the draft {twice} is named twice; name each once (bench.repeats times a draft more often)"
+        )
     own = ["/".join(path.resolve().parts[-2:]) if path.name == "draft" else path.name for path in directories]
     return own if len(set(own)) == len(own) else [str(path) for path in directories]
