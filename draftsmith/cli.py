@@ -205,11 +205,10 @@ def convert(
     Example: `draftsmith convert my-draft my-draft-vllm --layout speculators --target Qwen/Qwen3-8B`
     """
     with reporting():
-        from draftsmith.drafts import convert as conversion
+        from draftsmith.drafts.convert import convert as convert_draft
 
-        parts = conversion.target_parts(target, layout) if target else None
-        converted = conversion.convert(
-            source, destination, layout, source_layout=source_layout, target=parts, allow_pickle=allow_pickle
+        converted = convert_draft(
+            source, destination, layout, source_layout=source_layout, target=target, allow_pickle=allow_pickle
         )
         for line in converted.lines():
             say(line)

@@ -14,10 +14,11 @@ from draftsmith.bench.headline import estimate, summary_rows
 from draftsmith.bench.records import BenchReport
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Progress
-from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.recipe import Recipe, load_recipe, save_recipe
 from draftsmith.workspace import Workspace
 
 DEMO_RECIPE = "smollm2-dflash"
+RECIPE_FILE = "recipe.yaml"
 
 # A GPU has the time for longer answers and more passes over them.
 GPU_OVERRIDES = (
@@ -60,6 +61,7 @@ def run_demo(run: Path, overrides: Sequence[str], *, fresh: bool, progress: Prog
     workspace.train()
     workspace.export()
     report = workspace.bench()
+    save_recipe(recipe, run / RECIPE_FILE)
     console.print(result_table(report))
     console.print(next_steps(recipe), highlight=False, soft_wrap=True)
     return report
@@ -87,14 +89,15 @@ def result_table(report: BenchReport) -> Table:
 
 
 def next_steps(recipe: Recipe) -> str:
-    """Where the results lie, and commands that go on from them."""
+    """Where the results lie, and commands that go on from them, with the recipe that the run keeps."""
     run, train = recipe.run, recipe.train
+    kept = run / RECIPE_FILE
     longer = f"train.epochs={2 * train.epochs}" if train.max_steps is None else f"train.max_steps={2 * train.max_steps}"
     return (
         f"the report: {recipe.bench_page.resolve()}\n"
         "go on with:\n"
-        f"  draftsmith generate {DEMO_RECIPE} run={run} -p 'Count from 1 to 20.'\n"
+        f"  draftsmith generate {kept} -p 'Count from 1 to 20.'\n"
         f"  draftsmith inspect {run}\n"
-        f"  draftsmith train {DEMO_RECIPE} run={run} --resume {longer}\n"
-        f"  draftsmith bench {DEMO_RECIPE} run={run} bench.max_new_tokens=256"
+        f"  draftsmith train {kept} --resume {longer}\n"
+        f"  draftsmith bench {kept} bench.max_new_tokens=256"
     )

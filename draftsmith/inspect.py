@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -258,14 +259,11 @@ def comparison(first: Path, second: Path, first_draft: str | None, second_draft:
 
 def comparison_table(found: Comparisons) -> RenderableType:
     """Two drafts' figures side by side, with the change and what may be said of it."""
-    table = Table(title=f"{found.second} against {found.first}", title_justify="left")
-    table.add_column("figure", no_wrap=True)  # a narrow terminal wraps the words of a verdict instead
-    table.add_column("batch")
-    for column in ("A", "B"):
+    table = Table(title=f"{found.second} against {found.first}", title_justify="left", box=box.SIMPLE)
+    table.add_column("figure")  # 80 columns hold all but the longest name of a figure, which wraps
+    for column in ("batch", "A", "B", "change (95 %)", "pairs"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("change (95 %)", "pairs"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict")
+    table.add_column("verdict", no_wrap=True)
     for row in found.rows:
         change = estimate(row.change, 2, "" if row.neutral == 0 else "x")
         pairs = (f"{row.first:,.2f}", f"{row.second:,.2f}", change, str(row.units))

@@ -151,6 +151,11 @@ def parse_recipe(fields: Any, source: str = "recipe") -> Recipe:
         raise DraftsmithError(f"{source}:\n" + "\n".join(f"  {fault}" for fault in faults)) from error
 
 
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Writes a recipe with all its values, overrides and defaults among them, as a file that `load_recipe` reads."""
+    OmegaConf.save(OmegaConf.create(recipe.model_dump(mode="json")), path)
+
+
 def load_export_options(overrides: Sequence[str]) -> ExportOptions:
     """The `export` section from overrides alone (`export.which=last`), for runs whose recipe is not at hand.
 

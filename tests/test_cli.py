@@ -164,7 +164,7 @@ def test_compare_and_tune(done, tmp_path):
     report, tuned = done.parent / "run" / "bench.json", tmp_path / "tuned.json"
     status, shown, _ = run("compare", report, report)
     assert status == 0
-    assert "accept length" in shown
+    assert "noise" in shown
     assert "cannot be read" in fails("compare", report, tmp_path / "absent.json")
     asked = ("--block-size", 2, "--out", tuned, "bench.limit=2", "bench.max_new_tokens=6")
     status, _, notes = run("tune", done, *asked)
@@ -172,7 +172,7 @@ def test_compare_and_tune(done, tmp_path):
     assert "blocks of 2, 1 proposals" in notes
     question = ("-p", "say g", "--max-new-tokens", 8)
     assert run("generate", done, *question, "--tuned", tuned)[1] == run("generate", done, *question, "--plain")[1]
-    both = ("--draft", done.parent / "run" / "draft", "--draft", done.parent / "run" / "draft")
+    both = ("--draft", done.parent / "run" / "draft", "--draft", tmp_path)
     assert "is for one draft" in fails("bench", done, *both, "--tuned", tuned)
 
 
@@ -295,6 +295,13 @@ def test_a_store_for_another_draft_is_refused_before_training(tmp_path, target):
 def test_a_draft_directory_that_is_not_there(done, tmp_path):
     assert "absent" in fails("bench", done, "--draft", tmp_path / "absent")
     assert "absent" in fails("generate", done, "-p", "x", "--draft", tmp_path / "absent")
+    assert "absent" in fails("tune", done, "--draft", tmp_path / "absent")
+    draft = done.parent / "run" / "draft"
+    assert f"the draft {draft} is named twice" in fails("bench", done, "--draft", draft, "--draft", draft)
+
+
+def test_an_empty_prompt_is_refused(done):
+    assert "a prompt is empty" in fails("generate", done, "-p", "one", "-p", " ")
 
 
 def test_sampling_options_out_of_range(done):

@@ -8,9 +8,10 @@ from rich.console import Console
 
 from draftsmith.bench.figures import equal_share
 from draftsmith.bench.records import read_report
-from draftsmith.demo import GPU_OVERRIDES, demo_recipe, run_demo
+from draftsmith.demo import GPU_OVERRIDES, RECIPE_FILE, demo_recipe, run_demo
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import SilentProgress
+from draftsmith.recipe import load_recipe
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -46,8 +47,8 @@ def demo(run, overrides, *, fresh=False):
 
 
 def contents(run):
-    """Every file but the exported draft's, which is written each time, with its time of change."""
-    files = (path for path in run.rglob("*") if path.is_file() and path.parent.name != "draft")
+    """Every file with its time of change, but the exported draft's and the recipe, which are written each time."""
+    files = (path for path in run.rglob("*") if path.is_file() and not {"draft", RECIPE_FILE} & set(path.parts[-2:]))
     return {path: path.stat().st_mtime_ns for path in files}
 
 
@@ -59,7 +60,8 @@ def test_the_demo_makes_everything_and_shows_it(tmp_path, overrides):
     assert "100 %" in shown
     assert str(run / "bench.html") in shown
     assert (run / "bench.html").is_file()
-    assert "draftsmith generate" in shown
+    assert f"draftsmith generate {run / RECIPE_FILE}" in shown
+    assert load_recipe(run / RECIPE_FILE) == demo_recipe(run, overrides)
     assert (run / "draft" / "config.json").is_file()
 
 

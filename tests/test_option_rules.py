@@ -34,7 +34,10 @@ IMPORT = ("--import", "files", "--from", "specforge", "--tap-ids", "1,2", "--fin
         ),
         (("inspect", "nowhere", "--sample", "a", "--verify"), ("--sample", "--verify")),
         (("inspect", "nowhere", "--tokenizer", "t"), ("--tokenizer", "--sample")),
-        (("convert", "a", "b", "--layout", "sglang", "--target", "t"), ("--target is t", "'sglang'", "speculators")),
+        (
+            ("convert", "a", "b", "--layout", "sglang", "--target", "t"),
+            ("the target t is given", "'sglang'", "speculators", "--target"),
+        ),
         (("algorithms", "draft.num_hidden_layers=3"), ("draft.num_hidden_layers=3", "--recipe")),
     ],
     ids=lambda value: " ".join(value[1:]) if value[0] in ("capture", "train", "generate", "inspect") else None,

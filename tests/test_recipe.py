@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.errors import DraftsmithError
-from draftsmith.recipe import Recipe, find_recipe, load_recipe, parse_recipe, shipped_recipes
+from draftsmith.recipe import Recipe, find_recipe, load_recipe, parse_recipe, save_recipe, shipped_recipes
 from tests.algorithms.facts import Facts
 
 MINIMAL = {
@@ -177,6 +177,13 @@ def test_an_unknown_reference_is_refused(tmp_path):
     path = write(tmp_path / "r.yaml", {**MINIMAL, "run": "runs/${nothing.here}"})
     with pytest.raises(DraftsmithError, match="nothing"):
         load_recipe(path)
+
+
+def test_a_saved_recipe_is_the_same_recipe(tmp_path):
+    for name in ("smollm2-dta", "qwen3-8b-domino", "qwen3-8b-dflash-finetune"):
+        recipe = load_recipe(name, ["draft.init_from=y", "target.fuse=off"])
+        save_recipe(recipe, tmp_path / "saved.yaml")
+        assert load_recipe(tmp_path / "saved.yaml") == recipe
 
 
 # --- the shipped recipes --------------------------------------------------------------------------------------------

@@ -39,26 +39,35 @@ def convert(
     layout: str,
     *,
     source_layout: str | None = None,
-    target: TargetParts | None = None,
+    target: TargetParts | str | None = None,
     allow_pickle: bool = False,
 ) -> Converted:
     """Reads a draft directory of any readable layout and writes it in `layout`, whole or not at all.
 
-    source_layout: None: recognised from the files. target: for layouts that carry parts of it; left out, those that the
-    source carries are taken over. allow_pickle: as for `layouts.read_directory`. What is written is read again: its
-    tensors are the source's bit by bit, and its configuration means the same. Raises `LayoutError`, `DraftConfigError`
-    or `DraftWeightsError` for a source that is not a sound draft, before anything is written, and `LayoutError` for a
-    draft that `layout` cannot express.
+    source_layout: None: recognised from the files. target: for layouts that carry parts of it, the parts, or where the
+    target lies (hub id or path); left out, those that the source carries are taken over. allow_pickle: as for
+    `layouts.read_directory`. What is written is read again: its tensors are the source's bit by bit, and its
+    configuration means the same.
+
+    Raises `LayoutError`, `DraftConfigError` or `DraftWeightsError` for a source that is not a sound draft, before
+    anything is written, `LayoutError` for a draft that `layout` cannot express, and `DraftsmithError` for a path of a
+    target that no model lies at or that `layout` has no use for.
     """
     if Path(source).resolve() == Path(destination).resolve():
         raise DraftsmithError(
             f"{destination} is both what is read and what is written; give another directory to write"
         )
+    if isinstance(target, str) and layout not in CARRY_TARGET:
+        raise DraftsmithError(
+            f"the target {target} is given, but layout {layout!r} holds nothing of it; those that do: "
+            f"{', '.join(CARRY_TARGET)}; leave it out (--target)"
+        )
     read = read_directory(source, source_layout, allow_pickle=allow_pickle)
     config = DraftConfig.parse(read.config)
     with torch.device("meta"):
         check_weights(Draft(config), read.tensors, str(source))
-    write_directory(destination, layout, config.to_dict(), read.tensors, target=target or read.target)
+    parts = target_parts(target) if isinstance(target, str) else target
+    write_directory(destination, layout, config.to_dict(), read.tensors, target=parts or read.target)
     again = read_directory(destination, layout)
     wanted, found = config.meaning(), DraftConfig.parse(again.config).meaning()
     differing = [name for name, value in wanted.items() if found[name] != value]
@@ -70,20 +79,12 @@ def convert(
     return Converted(read.layout, layout, config.architecture, len(read.tensors), read.ignored, read.notes)
 
 
-def target_parts(
-    path: str, layout: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> TargetParts:
-    """What `layout` carries of the target at `path`: its name, embedding and output head (no other weight is read).
+def target_parts(path: str) -> TargetParts:
+    """What layouts may carry of the target at `path`: its name, embedding and output head (no other weight is read).
 
-    Raises `DraftsmithError` for a layout that carries nothing of it, and for a path without a model.
+    Raises `DraftsmithError` for a path without a model.
     """
-    if layout not in CARRY_TARGET:
-        raise DraftsmithError(
-            f"--target is {path}, but layout {layout!r} holds nothing of the target; those that do: "
-            f"{', '.join(CARRY_TARGET)}; leave --target out"
-        )
-    ends = TargetEnds.load(path, revision=revision, trust_remote_code=trust_remote_code)
-    return parts_of(ends, path, revision=revision, trust_remote_code=trust_remote_code)
+    return parts_of(TargetEnds.load(path), path)
 
 
 def parts_of(

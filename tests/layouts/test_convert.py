@@ -124,6 +124,17 @@ def test_what_a_layouts_readers_would_run_as_another_draft_is_refused(
     made.save(tmp_path / "out", "zlab")
 
 
+def test_a_target_is_only_read_for_a_sound_draft(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="does not exist"):
+        convert(tmp_path / "in", tmp_path / "out", "speculators", target=str(tmp_path / "absent"))
+    simple_draft("dflash").save(tmp_path / "in")
+    with pytest.raises(DraftsmithError, match="absent"):
+        convert(tmp_path / "in", tmp_path / "out", "speculators", target=str(tmp_path / "absent"))
+    with pytest.raises(DraftsmithError, match="'sglang' holds nothing of it; those that do: speculators"):
+        convert(tmp_path / "in", tmp_path / "out", "sglang", target=str(tmp_path / "absent"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_is_written_from_an_unsound_source(tmp_path: Path) -> None:
     simple_draft("dflash").save(tmp_path / "in")
     tensors = load_file(tmp_path / "in/model.safetensors")
