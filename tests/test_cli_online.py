@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from draftsmith.targets.target import Target
 from tests.test_cli import fails, run, save_target, write_lines, write_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,3 +55,14 @@ def test_options_that_do_not_go_together_are_errors(recipe, tmp_path, monkeypatc
     assert "train.online.cache" in message
     assert "2 processes" in message
     assert "--fresh works with one process only" in fails("train", recipe, f"run={tmp_path / 'run'}", "--fresh")
+
+
+def test_a_target_that_a_server_runs_is_not_loaded(recipe, tmp_path, monkeypatch):
+    def load(*arguments, **named):
+        raise AssertionError("the whole target was loaded")
+
+    monkeypatch.setattr(Target, "load", load)
+    server = ("capture.backend=vllm", "capture.vllm.base_url=http://127.0.0.1:9/v1")
+    assert "no answer from http://127.0.0.1:9" in fails(
+        "train", recipe, f"run={tmp_path / 'run'}", "train.features=online", *server
+    )
