@@ -67,7 +67,7 @@ interop: $(VENV)/interop .venv-interop/made
 	$(RUN) -m interop
 
 docs: $(VENV)/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 results: $(VENV)/demo
 	$(BIN)/python benchmarks/results.py all --conversations $(CONVERSATIONS) $(foreach p,$(PROMPTS),--prompts $(p))
