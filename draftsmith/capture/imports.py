@@ -1,5 +1,6 @@
 """`capture --import`: feature files of another project into a store, without running the target over them."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from draftsmith.capture.backend import CaptureBackend
 from draftsmith.capture.foreign import FORMATS, ForeignDocument
 from draftsmith.capture.options import CaptureOptions
-from draftsmith.capture.plan import estimate_of
+from draftsmith.capture.plan import estimate_of, stored_documents
 from draftsmith.capture.refusals import Reason, Refusals, refusal
 from draftsmith.capture.report import CaptureReport
 from draftsmith.capture.room import check_room
@@ -24,7 +25,7 @@ from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
 from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
-from draftsmith.features.shards import StoreWriter, claimed_by, finish_store, finished_shards
+from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
 from draftsmith.progress import Progress, SilentProgress
 
 logger = logging.getLogger(__name__)
@@ -96,9 +97,9 @@ def import_features(
         )
     files = FORMATS[source.source].files(source.directory)
     reader = _Reader(source, layout, norm, {_key(sample.input_ids): sample for sample in reversed(samples)})
-    finished: set[str] = set()
+    finished: dict[str, bytes] = {}
     if claimed_by(directory, header):
-        finished = {sample_id for shard in finished_shards(directory) for sample_id in shard.sample_ids}
+        finished = {stored.id: _digest(stored.input_ids, stored.loss_mask) for stored in stored_documents(directory)}
     first = reader.read(files[0])
     size = sum(path.stat().st_size for path in files)
     tokens = round(first.input_ids.shape[0] * size / files[0].stat().st_size)
@@ -126,12 +127,17 @@ def import_features(
             elif record is not None and document.sample_id not in finished:
                 writer.add(record)
                 captured += 1
+            elif record is not None and finished[record.sample_id] != _digest(record.input_ids, record.loss_mask):
+                raise DraftsmithError(
+                    f"{directory} holds sample {record.sample_id!r} with other tokens or another loss mask: the files "
+                    f"have changed since, or the store is damaged; import into another directory, or delete {directory}"
+                )
     report = CaptureReport(
         directory=directory,
         manifest=finish_store(directory),
         estimate=estimate,
         captured=captured,
-        resumed=len(finished & seen),
+        resumed=len(finished.keys() & seen),
         refused={reason: tuple(ids) for reason, ids in refusals.ids.items()},
         seconds=time.monotonic() - start,
     )
@@ -249,3 +255,7 @@ def _layers(
 
 def _key(input_ids: Tensor) -> bytes:
     return input_ids.to(torch.int64).numpy().tobytes()
+
+
+def _digest(input_ids: Tensor, loss_mask: Tensor) -> bytes:
+    return hashlib.sha256(_key(input_ids) + loss_mask.numpy().tobytes()).digest()

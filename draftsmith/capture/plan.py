@@ -126,12 +126,18 @@ def same_documents(directory: Path, wanted: Mapping[str, Sample]) -> Iterator[tu
     Raises `DraftsmithError` where one is not in `wanted` (by id), or has other tokens there.
     """
     advice = f"the data has changed since; capture into another directory, or delete {directory}"
+    for stored in stored_documents(directory):
+        if stored.id not in wanted:
+            raise DraftsmithError(f"{directory} holds sample {stored.id!r}, which is not in the data: {advice}")
+        if not torch.equal(stored.input_ids, wanted[stored.id].input_ids):
+            raise DraftsmithError(f"{directory} holds sample {stored.id!r} with other tokens: {advice}")
+        yield stored.id, stored.loss_mask
+
+
+def stored_documents(directory: Path) -> Iterator[Sample]:
+    """Ids, tokens and loss masks of the documents in the finished shards of `directory`."""
     for shard in finished_shards(directory):
         tokens = ShardTokens.read(directory / shard.entry.tokens_file.name)
         input_ids, loss_mask = tokens.input_ids.split(tokens.lengths), tokens.loss_mask.split(tokens.lengths)
         for sample_id, ids, mask in zip(tokens.sample_ids, input_ids, loss_mask, strict=True):
-            if sample_id not in wanted:
-                raise DraftsmithError(f"{directory} holds sample {sample_id!r}, which is not in the data: {advice}")
-            if not torch.equal(ids.to(torch.int64), wanted[sample_id].input_ids):
-                raise DraftsmithError(f"{directory} holds sample {sample_id!r} with other tokens: {advice}")
-            yield sample_id, mask.to(torch.bool)
+            yield Sample(sample_id, ids.to(torch.int64), mask.to(torch.bool))

@@ -278,3 +278,24 @@ def test_a_directory_without_files_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DraftsmithError, match="holds no files"):
             kind.files(tmp_path)
         assert name
+
+
+@pytest.mark.parametrize("changed", ["the file", "the store"])
+def test_documents_that_are_there_with_other_tokens_are_an_error(tmp_path: Path, changed: str) -> None:
+    samples = random_samples([5, 6, 7])
+    files, store = tmp_path / "files", tmp_path / "store"
+    paths = [write_specforge(files, number, sample) for number, sample in enumerate(samples)]
+    options = CaptureOptions(dtype="float32")
+    run(files, "specforge", "post_norm", store, options=options)
+    if changed == "the file":
+        other = (samples[1].input_ids + 1) % 97
+        save(paths[1], {**torch.load(paths[1], weights_only=True), "input_ids": other})
+    else:  # an unfinished store has no checksum of its tokens yet
+        (store / "manifest.json").unlink()
+        (tokens,) = store.glob("*.tokens.safetensors")
+        content = bytearray(tokens.read_bytes())
+        place = content.index(samples[1].input_ids.to(torch.int32).numpy().tobytes())
+        content[place] ^= 1
+        tokens.write_bytes(content)
+    with pytest.raises(DraftsmithError, match="holds sample 'data_1' with other tokens or another loss mask"):
+        run(files, "specforge", "post_norm", store, options=options)
