@@ -18,10 +18,10 @@ from draftsmith.drafts.checks import (
     one_of,
 )
 from draftsmith.drafts.heads import HEADS, HeadConfig
+from draftsmith.dtypes import DTYPES
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class _Checked(BaseModel):

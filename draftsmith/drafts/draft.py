@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
-from draftsmith.drafts.config import DTYPES, DraftConfig
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.heads import HEADS
+from draftsmith.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import TargetParts, read_directory, write_directory
 

@@ -3,11 +3,11 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from draftsmith.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.schema import FP8, CaptureLayout
 
@@ -18,7 +18,7 @@ TAP_CONVENTION: Final = "0-based decoder layer; residual stream after the layer,
 FINAL_STATE_CONVENTION: Final = "post_norm"
 
 StoreDtype = Literal["bfloat16", "float32", "fp8"]
-STORE_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": FP8}
+STORE_DTYPES = {name: FP8 if name == "fp8" else DTYPES[name] for name in get_args(StoreDtype)}
 
 # A bare file name: nothing in a manifest can name a path outside its directory.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from draftsmith.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.gguf import converted
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -63,14 +63,14 @@ def read_config(location: Location, revision: str | None, trust_remote_code: boo
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """'float32', 'bfloat16', 'float16' or a torch dtype -> torch dtype; 'auto' -> None, the checkpoint's own."""
+    """A name in `DTYPES` or a torch dtype -> torch dtype; 'auto' -> None, the checkpoint's own."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
         return None
-    if dtype not in _DTYPES:
-        raise DraftsmithError(f"dtype {dtype!r} is not supported for targets; use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[dtype]
+    if dtype not in DTYPES:
+        raise DraftsmithError(f"dtype {dtype!r} is not supported for targets; use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

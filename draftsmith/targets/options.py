@@ -2,6 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftsmith.dtypes import DTYPES
 from draftsmith.switch import Switch
 
 
@@ -13,8 +14,8 @@ class TargetOptions(BaseModel):
     path: str = Field(description="Hub id, local model directory, or path of a .gguf file.")
     dtype: str = Field(
         default="auto",
-        description="auto (as the checkpoint says), float32, bfloat16 or float16.",
-        pattern="^(auto|float32|bfloat16|float16)$",
+        description=f"auto (as the checkpoint says), {', '.join(DTYPES)}.",
+        pattern=f"^(auto|{'|'.join(DTYPES)})$",
     )
     device: str = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda, cuda:1 ...")
     revision: str | None = Field(default=None, description="Hub branch, tag or commit.")
