@@ -19,7 +19,7 @@ from draftsmith.kernels import low_rank_pruning as pruning
 from draftsmith.kernels.block_keys import begin_keys, begin_keys_reference, block_tokens, block_tokens_reference
 from draftsmith.kernels.few_states import MAX_STATES, few_states_logits
 from draftsmith.kernels.keys import key_ids, pack_keys
-from draftsmith.kernels.noise import gumbel_noise
+from draftsmith.kernels.noise import LEAST_TEMPERATURE, gumbel_noise
 from draftsmith.targets.ends import TargetEnds
 
 PRUNED_ROWS = 2
@@ -119,7 +119,7 @@ class BlockSearch:
             return torch.stack(self.filtered_q, dim=1)
         scores = self.search.part.gather(self.scores)
         temperature = self.sampler.temperature.view(-1, 1, 1)
-        scores = (scores - scores.amax(-1, keepdim=True)) / temperature.clamp(min=dense.LEAST_TEMPERATURE)
+        scores = (scores - scores.amax(-1, keepdim=True)) / temperature.clamp(min=LEAST_TEMPERATURE)
         certain = torch.zeros_like(scores).scatter_(-1, self.token_ids().unsqueeze(-1), 1.0)
         return torch.where(temperature == 0.0, certain, scores.softmax(-1))
 

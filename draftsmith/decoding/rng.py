@@ -5,28 +5,15 @@ a step commits or on the device; a fixed seed repeats; and a CUDA graph or a ker
 same numbers. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.noise import philox
+from draftsmith.kernels.noise import Stream, philox
+
+__all__ = ["Stream", "row_seeds", "uniform_pair"]
 
 _WORD = 0xFFFFFFFF
-
-
-class Stream(IntEnum):
-    """What a number is for; one position uses each stream at most once for what it finally decides.
-
-    `TOKEN`: the pair of one output position: the first decides which token the target draws there, the second whether a
-    proposal drawn from a known distribution is accepted. `PROPOSAL`: the draws of a proposer, at the anchor's position.
-    `ROW`: turns one request seed into one seed a row.
-    """
-
-    TOKEN = 0
-    PROPOSAL = 1
-    ROW = 2
 
 
 def uniform_pair(seeds: Tensor, positions: Tensor, stream: Stream, draw: int = 0) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+from draftsmith.kernels.noise import LEAST_TEMPERATURE, Stream
 from draftsmith.kernels.overlap import overlapping
 
 MAX_RANK = 512
 """The widest E that the kernels hold."""
-LEAST_TEMPERATURE = 1e-30
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -48,7 +47,7 @@ def low_rank_sample_reference(
 
 def perturbed(scores: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
     """scores / temperature + noise, [batch, V], whose best token is a draw; the scores themselves in greedy rows, whose
-    temperature [batch] is 0. One below 1e-30 counts as that, so that nothing overflows."""
+    temperature [batch] is 0. One below `LEAST_TEMPERATURE` counts as that."""
     column = temperature[:, None]
     return torch.where(column == 0.0, scores, scores / column.clamp(min=LEAST_TEMPERATURE) + noise)
 
@@ -75,7 +74,7 @@ def _load_weight(weight_ptr, tile, vocab, rank, BLOCK_V: tl.constexpr, BLOCK_E: 
 def _tile_keys(  # type: ignore[no-untyped-def]
     base_ptr, scores_ptr, weight, latent, rows, row_ok, tile, divisor, greedy, seed, position,
     base_stride, scores_stride, vocab, first_id, draw,
-    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, CORRECT: tl.constexpr, SAMPLE: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, CORRECT: tl.constexpr, SAMPLE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Keys of a tile's tokens in every row, [BLOCK_V, BLOCK_B]."""
     tokens = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -90,7 +89,7 @@ def _tile_keys(  # type: ignore[no-untyped-def]
         tl.store(scores_ptr + rows[None, :] * scores_stride + tokens[:, None], score, mask=both_ok)
         zero = tl.zeros([BLOCK_V, BLOCK_B], tl.uint32)
         word = zero + (ids + 1).to(tl.uint32)
-        high, low, _, _ = tl.philox(seed, zero + position, zero + draw, zero + 1, word)
+        high, low, _, _ = tl.philox(seed, zero + position, zero + draw, zero + STREAM, word)
         score = tl.where(greedy, score, score / divisor + _gumbel(high, low))
     return tl.where(token_ok[:, None], pack_keys_in_kernel(score, ids), -9223372036854775808)
 
@@ -99,10 +98,10 @@ def _tile_keys(  # type: ignore[no-untyped-def]
 def _scan_kernel(  # type: ignore[no-untyped-def]
     base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr,
     scores_ptr, temperature_ptr, seeds_ptr, positions_ptr,
-    base_stride, scores_stride, vocab, rank, batch, first_id, tiles, draw,
+    base_stride, scores_stride, vocab, rank, batch, first_id, tiles, draw, least,
     BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
     CORRECT: tl.constexpr, GATHER: tl.constexpr, SAMPLE: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    STREAM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if REVERSE:
@@ -131,13 +130,13 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     if SAMPLE:
         temperature = tl.load(temperature_ptr + rows, mask=row_ok, other=1.0)[None, :]
         greedy = temperature == 0.0
-        divisor = tl.where(greedy, 1.0, tl.maximum(temperature, 1e-30))
+        divisor = tl.where(greedy, 1.0, tl.maximum(temperature, least))
         seed = tl.load(seeds_ptr + rows, mask=row_ok, other=0)[None, :]
         position = tl.load(positions_ptr + rows, mask=row_ok, other=0).to(tl.uint32)[None, :]
 
     best = _tile_keys(
         base_ptr, scores_ptr, weight, latent, rows, row_ok, tile, divisor, greedy, seed, position,
-        base_stride, scores_stride, vocab, first_id, draw, BLOCK_V, BLOCK_B, CORRECT, SAMPLE,
+        base_stride, scores_stride, vocab, first_id, draw, BLOCK_V, BLOCK_B, CORRECT, SAMPLE, STREAM,
     )  # fmt: skip
     for step in tl.range(tl.program_id(0) + tl.num_programs(0), tiles, tl.num_programs(0), num_stages=STAGES):
         tile = step
@@ -147,7 +146,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
             weight = _load_weight(weight_ptr, tile, vocab, rank, BLOCK_V, BLOCK_E)
         keys = _tile_keys(
             base_ptr, scores_ptr, weight, latent, rows, row_ok, tile, divisor, greedy, seed, position,
-            base_stride, scores_stride, vocab, first_id, draw, BLOCK_V, BLOCK_B, CORRECT, SAMPLE,
+            base_stride, scores_stride, vocab, first_id, draw, BLOCK_V, BLOCK_B, CORRECT, SAMPLE, STREAM,
         )  # fmt: skip
         best = tl.maximum(best, keys)
     tl.atomic_max(keys_ptr + rows, tl.max(best, 0), mask=row_ok)
@@ -244,9 +243,10 @@ def _scan(
         base, base if weight is None else weight, base if latent is None else latent,
         keys if previous is None else previous, keys, scores, temperature, seeds, positions,
         base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, draw,
-        BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
+        LEAST_TEMPERATURE, BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
         CORRECT=weight is not None, GATHER=previous is not None, SAMPLE=sampling is not None,
-        REVERSE=reverse, STAGES=tiling.stages, num_warps=tiling.warps, **overlapping(base.device, overlap),
+        REVERSE=reverse, STAGES=tiling.stages, STREAM=int(Stream.PROPOSAL), num_warps=tiling.warps,
+        **overlapping(base.device, overlap),
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 
 makes the same words.
 """
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,22 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-PROPOSAL_STREAM = 1
-"""Third counter word of everything that a proposer draws (`decoding.rng.Stream.PROPOSAL`)."""
+LEAST_TEMPERATURE = 1e-30
+"""Scores are divided by no temperature below this one, so that nothing overflows."""
+
+
+class Stream(IntEnum):
+    """What a number is for, the third word of a counter; one position uses each stream at most once for what it finally
+    decides.
+
+    `TOKEN`: the pair of one output position: the first decides which token the target draws there, the second whether a
+    proposal drawn from a known distribution is accepted. `PROPOSAL`: the draws of a proposer, at the anchor's position.
+    `ROW`: turns one request seed into one seed a row.
+    """
+
+    TOKEN = 0
+    PROPOSAL = 1
+    ROW = 2
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -53,10 +69,10 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, draw: int, tokens: int, first
     """Noise of tokens [first_id, first_id + tokens) in one draw of every row -> [batch, tokens] fp32.
 
     seeds [batch] int64 (all 64 bits count), positions [batch] int64 in [0, 2^32). The counter is (position, draw,
-    `PROPOSAL_STREAM`, 1 + id): the numbers of `decoding.rng.uniform_pair` have 0 there.
+    `Stream.PROPOSAL`, 1 + id): the numbers of `decoding.rng.uniform_pair` have 0 there.
     """
     ids = torch.arange(first_id, first_id + tokens, device=seeds.device)
     zero = torch.zeros(len(seeds), tokens, dtype=torch.int64, device=seeds.device)
-    counter = (zero + positions[:, None], zero + draw, zero + PROPOSAL_STREAM, zero + ids + 1)
+    counter = (zero + positions[:, None], zero + draw, zero + int(Stream.PROPOSAL), zero + ids + 1)
     words = philox(counter, ((seeds & _WORD)[:, None], ((seeds >> 32) & _WORD)[:, None]))
     return gumbel_from_words(words[0], words[1])
