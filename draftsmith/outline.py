@@ -52,11 +52,15 @@ class TargetOutline:
     def final_norm(self) -> nn.Module:
         """The target's final norm on the CPU, in the dtype that its options name; reads no other weights.
 
-        Raises `DraftsmithError` for a target that was not loaded from a path, and as `load_final_norm` does.
+        Raises `DraftsmithError` as `load_final_norm` and `loading` do.
         """
+        return load_final_norm(**self.loading().model_dump(exclude={"fuse", "device"}))
+
+    def loading(self) -> TargetOptions:
+        """What somebody else needs to load the target. Raises `DraftsmithError` for one that is in memory only."""
         if self.options is None:
-            raise DraftsmithError(f"the target {self.source} is in memory only; its final norm is read from a path")
-        return load_final_norm(**self.options.model_dump(exclude={"fuse", "device"}))
+            raise DraftsmithError(f"the target {self.source} is in memory only, and has to be loaded from a path here")
+        return self.options
 
     @property
     def hidden_size(self) -> int:

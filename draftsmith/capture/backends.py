@@ -26,7 +26,7 @@ def _hf(target: Any, layout: CaptureLayout, options: CaptureOptions) -> CaptureB
 def _sglang(target: Any, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:
     from draftsmith.capture.sglang import SglangBackend
 
-    return SglangBackend.start(target.source, layout, options.sglang)
+    return SglangBackend.start(target.loading(), layout, options.sglang)
 
 
 def _vllm(target: Any, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:

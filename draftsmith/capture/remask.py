@@ -12,7 +12,7 @@ from draftsmith.data.sample import Sample
 from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import StoreError, header_differences, read_header
 from draftsmith.features.remask import rewrite_masks
-from draftsmith.features.shards import HEADER_FILE, existing_header, finish_store, sole_writer
+from draftsmith.features.shards import HEADER_FILE, existing_header, sole_writer, write_manifest
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,5 @@ def _remask(
     usable = accept(samples, header.target.vocab_size, max_length, Refusals(len(samples), 1.0))
     finished = all(sample.id in stored for sample in usable)
     if finished:
-        finish_store(directory)
+        write_manifest(directory)
     return RemaskReport(len(stored), changed, tuple(refusals.ids.get(Reason.UNSUPERVISED, ())), finished)

@@ -31,7 +31,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
+from draftsmith.features.shards import StoreWriter, claimed_by, finish_store, sole_writer
 from draftsmith.progress import Progress, SilentProgress
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ def capture(
         logger.info("capture: %s (%d samples finished before)", estimate, len(finished))
         check_room(estimate, layout, directory, options.force)
         StoreWriter(directory, header, options.shard_bytes).close()  # the header is there before others write
+        with sole_writer(directory):  # nor is a process of an earlier capture still at work
+            pass
         return finished, estimate
 
     with launched_processes() as processes:

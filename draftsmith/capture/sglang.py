@@ -19,20 +19,27 @@ from draftsmith.capture.options import SglangOptions
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import TAPS, CaptureLayout
+from draftsmith.targets.options import TargetOptions
 
 FIRST_VERSION = (0, 5, 23)
 _ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3"}
 
 
-def engine_arguments(path: str, layout: CaptureLayout, options: SglangOptions) -> dict[str, Any]:
-    """The keywords of `sglang.Engine`. Raises `DraftsmithError` for a layout that the engine cannot give."""
+def engine_arguments(target: TargetOptions, layout: CaptureLayout, options: SglangOptions) -> dict[str, Any]:
+    """The keywords of `sglang.Engine`, which chooses the device itself.
+
+    Raises `DraftsmithError` for a layout that the engine cannot give.
+    """
     if layout.final_state:
         raise DraftsmithError(
             "capture.backend is 'sglang', and the draft needs the target's final state; SGLang returns the tapped "
             "layers in its place: use capture.backend=hf or vllm"
         )
     return {
-        "model_path": path,
+        "model_path": target.path,
+        "dtype": target.dtype,
+        "revision": target.revision,
+        "trust_remote_code": target.trust_remote_code,
         "enable_return_aux_hidden_states": True,
         "speculative_algorithm": _ALGORITHMS[options.capture_method],
         "return_aux_hidden_state_layer_ids": sorted(layout.tap_ids),
@@ -70,9 +77,9 @@ class SglangBackend:
         self.layout = layout
 
     @classmethod
-    def start(cls, path: str, layout: CaptureLayout, options: SglangOptions) -> "SglangBackend":
-        """Start an engine of the target at `path`. Raises `DraftsmithError` where sglang is missing or too old."""
-        arguments = engine_arguments(path, layout, options)
+    def start(cls, target: TargetOptions, layout: CaptureLayout, options: SglangOptions) -> "SglangBackend":
+        """Start an engine of the recipe's target. Raises `DraftsmithError` where sglang is missing or too old."""
+        arguments = engine_arguments(target, layout, options)
         check_version()
         import sglang  # type: ignore[import-not-found, unused-ignore]
 

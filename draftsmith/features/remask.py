@@ -17,7 +17,7 @@ def rewrite_masks(directory: Path, header: StoreHeader, masks: Mapping[str, Tens
     """Replace the loss mask of every document in the shards of `directory` by `masks` (id -> bool [S]), and the header.
 
     The manifest goes first: from then on the store counts as unfinished, so that old and new masks are never read
-    beside each other, whenever this is killed; doing it again goes on from there. `finish_store` makes it a store
+    beside each other, whenever this is killed; doing it again goes on from there. `write_manifest` makes it a store
     again. The caller is the `sole_writer`. Raises `KeyError` for a document without mask.
     """
     (directory / MANIFEST_FILE).unlink(missing_ok=True)

@@ -273,12 +273,17 @@ def features_entry(path: Path) -> FileEntry:
 def finish_store(directory: Path | str) -> StoreManifest:
     """Index the finished shards and write the manifest, once every writer has closed.
 
-    Raises `StoreError` where there is no record at all, or where two shards hold the same sample.
+    Raises `StoreError` where there is no record at all, where two shards hold the same sample, and while one writes.
     """
-    directory = Path(directory)
-    header = existing_header(directory)
-    if header is None:
+    if existing_header(Path(directory)) is None:
         raise StoreError(f"{directory} holds no capture to finish")
+    with sole_writer(Path(directory)):
+        return write_manifest(Path(directory))
+
+
+def write_manifest(directory: Path) -> StoreManifest:
+    """As `finish_store`, for who is the `sole_writer` already."""
+    header = read_header(directory / HEADER_FILE)
     shards = finished_shards(directory)
     if not shards:
         raise StoreError(f"{directory}: not one record was captured; an empty store is of no use")

@@ -22,9 +22,10 @@ from draftsmith.capture.refusals import Reason
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.encoding import finite_rows
-from draftsmith.features.manifest import StoreError
+from draftsmith.features.manifest import StoreError, read_header
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.shards import HEADER_FILE, StoreWriter, finish_store
 from draftsmith.features.verify import verify_store
 from tests.tiny import tiny_target
 
@@ -231,3 +232,26 @@ def test_a_fault_while_storing_ends_the_capture(tmp_path: Path, monkeypatch: pyt
 def test_options_that_are_not_right_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(values))):
         CaptureOptions.model_validate(values)
+
+
+def test_a_process_of_an_earlier_capture_that_still_writes_is_waited_for(tmp_path: Path) -> None:
+    samples, target = random_samples([5, 9, 7, 3]), tiny_target()
+    run_capture(target, samples[:2], LAYOUT, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with (
+        StoreWriter(tmp_path, read_header(tmp_path / HEADER_FILE), number=5),
+        pytest.raises(StoreError, match="another process is writing"),
+    ):
+        run_capture(target, samples, LAYOUT, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "writer-0005.lock"])
+    assert run_capture(target, samples, LAYOUT, tmp_path).captured == 2
+
+
+def test_a_store_that_is_written_into_is_not_finished(tmp_path: Path) -> None:
+    run_capture(tiny_target(), random_samples([5, 9]), LAYOUT, tmp_path)
+    with (
+        StoreWriter(tmp_path, read_header(tmp_path / HEADER_FILE), number=1),
+        pytest.raises(StoreError, match="another process is writing"),
+    ):
+        finish_store(tmp_path)
+    assert finish_store(tmp_path).samples == 2

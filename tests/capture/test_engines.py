@@ -35,6 +35,7 @@ from tests.tiny import tiny_model, tiny_target
 from .samples import provenance, random_samples
 
 LENGTHS = (5, 9, 1, 8)
+MODEL = TargetOptions(path="some/model")
 
 
 def layers_before(target: Target, sample: Sample, layer_ids: list[int]) -> Tensor:
@@ -65,7 +66,7 @@ class RecordedEngine:
 def test_what_sglang_returns_is_put_into_the_layouts_order() -> None:
     target = tiny_target()
     layout = CaptureLayout((2, 0, 1), 32, final_state=False)
-    engine = RecordedEngine(target, engine_arguments("some/model", layout, SglangOptions()))
+    engine = RecordedEngine(target, engine_arguments(MODEL, layout, SglangOptions()))
     samples = random_samples(LENGTHS)
     found = SglangBackend(engine, layout).features(samples)
     wanted = HfBackend(target, layout).features(samples)
@@ -79,7 +80,7 @@ def test_what_sglang_returns_is_put_into_the_layouts_order() -> None:
 @pytest.mark.parametrize(("method", "algorithm"), [("dflash", "DFLASH"), ("eagle3", "EAGLE3")])
 def test_sglang_is_told_the_convention_and_the_layers(method: Any, algorithm: str) -> None:
     layout = CaptureLayout((17, 1, 9), 32, final_state=False)
-    arguments = engine_arguments("some/model", layout, SglangOptions(capture_method=method))
+    arguments = engine_arguments(MODEL, layout, SglangOptions(capture_method=method))
     assert arguments["speculative_algorithm"] == algorithm
     # 0-based, as taps are: SGLang's hooks add the one themselves.
     assert arguments["return_aux_hidden_state_layer_ids"] == [1, 9, 17]
@@ -88,9 +89,17 @@ def test_sglang_is_told_the_convention_and_the_layers(method: Any, algorithm: st
     assert arguments["chunked_prefill_size"] == -1
 
 
+def test_sglang_loads_the_target_as_the_recipe_says() -> None:
+    said = TargetOptions(path="some/model", dtype="float16", revision="v2", trust_remote_code=True)
+    arguments = engine_arguments(said, CaptureLayout((1,), 32, final_state=False), SglangOptions())
+    assert (arguments["model_path"], arguments["dtype"]) == ("some/model", "float16")
+    assert (arguments["revision"], arguments["trust_remote_code"]) == ("v2", True)
+    assert not engine_arguments(MODEL, CaptureLayout((1,), 32, False), SglangOptions())["trust_remote_code"]
+
+
 def test_sglang_cannot_give_a_final_state() -> None:
     with pytest.raises(DraftsmithError, match="needs the target's final state; SGLang returns"):
-        engine_arguments("some/model", CaptureLayout((1,), 32, final_state=True), SglangOptions())
+        engine_arguments(MODEL, CaptureLayout((1,), 32, final_state=True), SglangOptions())
 
 
 @pytest.mark.parametrize(
@@ -120,7 +129,9 @@ def test_an_sglang_without_the_hooks_is_refused(version: str, good: bool, monkey
 
 def test_a_missing_sglang_is_named() -> None:
     with pytest.raises(DraftsmithError, match="sglang is not installed"):
-        BACKENDS["sglang"].make(tiny_target(), CaptureLayout((1,), 32, False), CaptureOptions())
+        BACKENDS["sglang"].make(
+            TargetOutline.of(tiny_target(), MODEL), CaptureLayout((1,), 32, False), CaptureOptions()
+        )
 
 
 class HiddenStatesServer(ThreadingHTTPServer):
