@@ -43,14 +43,16 @@ class Refusals:
         """Raise `DraftsmithError` where more than the allowed share is refused, or all are."""
         if self.count <= self.max_share * self.total and self.count < self.total:
             return
-        reasons = "; ".join(
-            f"{len(ids)} with {reason} ({', '.join(ids[:SHOWN_IDS])}{', ...' if len(ids) > SHOWN_IDS else ''})"
-            for reason, ids in self.ids.items()
-        )
+        reasons = "; ".join(f"{len(ids)} with {reason} ({shown_ids(ids)})" for reason, ids in self.ids.items())
         raise DraftsmithError(
             f"{self.count} of {self.total} samples cannot be captured: {reasons}. At most a share of "
             f"{self.max_share:g} is allowed (capture.max_refused_share), never all: mend the data or raise the share"
         )
+
+
+def shown_ids(ids: Sequence[str]) -> str:
+    """The first of some ids, for a line of text."""
+    return ", ".join(ids[:SHOWN_IDS]) + (", ..." if len(ids) > SHOWN_IDS else "")
 
 
 def accept(samples: Sequence[Sample], vocab_size: int, max_length: int, refusals: Refusals) -> list[Sample]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.capture.plan import SizeEstimate, readable_bytes
-from draftsmith.capture.refusals import Reason
+from draftsmith.capture.refusals import Reason, shown_ids
 from draftsmith.features.files import replacing
 from draftsmith.features.manifest import StoreManifest
 
@@ -30,15 +30,14 @@ class CaptureReport:
     seconds: float
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report for people; of many ids the first ones, all of which `report.json` lists."""
         store = self.manifest
         lines = [
             f"{store.samples:,} samples, {store.tokens:,} tokens ({store.supervised_tokens:,} supervised), "
             f"{readable_bytes(store.bytes)} in {len(store.shards)} shards at {self.directory}",
             f"{self.captured:,} captured in {self.seconds:.1f} s, {self.resumed:,} there before",
         ]
-        lines += [f"{len(ids):,} refused: {reason}: {', '.join(ids)}" for reason, ids in self.refused.items()]
-        return lines
+        return lines + [f"{len(ids):,} refused: {reason}: {shown_ids(ids)}" for reason, ids in self.refused.items()]
 
     def write(self) -> None:
         """Leave the report beside the store it is about, as `report.json`."""

@@ -18,7 +18,7 @@ from draftsmith.capture import plan
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.pipeline import REHEARSED
 from draftsmith.capture.plan import estimate_size, plan_batches, readable_bytes, readable_duration
-from draftsmith.capture.refusals import Reason
+from draftsmith.capture.refusals import Reason, shown_ids
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.encoding import finite_rows
@@ -98,6 +98,11 @@ def test_unusable_samples_are_counted_and_listed(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["refused"]["outside_vocabulary"] == ["s2", "s3"]
     assert any("2 refused: token ids outside the target's vocabulary: s2, s3" in line for line in report.lines())
+
+
+def test_a_line_shows_the_first_of_many_ids() -> None:
+    assert shown_ids(list("abcde")) == "a, b, c, d, e"
+    assert shown_ids(list("abcdef")) == "a, b, c, d, e, ..."
 
 
 def test_too_many_unusable_samples_stop_the_capture_before_any_work(tmp_path: Path) -> None:
