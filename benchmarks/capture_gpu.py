@@ -367,8 +367,9 @@ class Run:
 
     @classmethod
     def parse(cls, text: str) -> "Run":
-        parts = text.split(":")
-        return cls(Path(parts[0]), *parts[1:2], *(int(count) for count in parts[2:3]))
+        directory, _, rest = text.partition(":")
+        dtype, _, count = rest.partition(":")
+        return cls(Path(directory), dtype or cls.dtype, int(count) if count else None)
 
 
 def _device_name() -> str:

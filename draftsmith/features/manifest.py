@@ -87,7 +87,7 @@ class StoreHeader(_Entry):
             tap_ids=layout.tap_ids,
             final_state=FINAL_STATE_CONVENTION if layout.final_state else None,
             hidden_size=layout.hidden_size,
-            dtype=names[layout.dtype],  # type: ignore[arg-type]
+            dtype=names[layout.dtype],
         )
 
     @property

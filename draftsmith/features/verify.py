@@ -4,8 +4,9 @@ from pathlib import Path
 
 from draftsmith.features.encoding import finite_rows
 from draftsmith.features.files import check_file, open_safetensors
-from draftsmith.features.manifest import ShardEntry, StoreError, StoreManifest
+from draftsmith.features.manifest import ShardEntry, StoreError
 from draftsmith.features.reader import Store
+from draftsmith.features.shards import checksum
 from draftsmith.features.tables import ShardTokens
 from draftsmith.progress import Progress, SilentProgress
 
@@ -54,19 +55,31 @@ def _shard_faults(store: Store, shard: ShardEntry, first: int) -> list[str]:
         faults.append(f"{name}: token ids outside [0, {vocabulary})")
     if int(tokens.loss_mask.max()) > 1:
         faults.append(f"{name}: loss_mask holds values other than 0 and 1")
-    return faults + _feature_faults(store.manifest, store.directory, shard)
+    if faults:
+        return faults
+    return _feature_faults(store, shard, tokens)
 
 
-def _feature_faults(manifest: StoreManifest, directory: Path, shard: ShardEntry) -> list[str]:
-    file = open_safetensors(directory / shard.features_file.name)
+def _feature_faults(store: Store, shard: ShardEntry, tokens: ShardTokens) -> list[str]:
+    name = shard.features_file.name
+    file = open_safetensors(store.directory / name)
     faults: list[str] = []
-    for name, (width, dtype) in manifest.layout.stored.items():
-        tensor = file.get_tensor(name)
+    for feature, (width, dtype) in store.manifest.layout.stored.items():
+        tensor = file.get_tensor(feature)
         if tensor.shape != (shard.tokens, width) or tensor.dtype != dtype:
             faults.append(
-                f"{shard.features_file.name}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                f"not {dtype} [{shard.tokens}, {width}]"
+                f"{name}: {feature} is {tensor.dtype} {list(tensor.shape)}, not {dtype} [{shard.tokens}, {width}]"
             )
-        elif not finite_rows({name: tensor}).all():
-            faults.append(f"{shard.features_file.name}: {name} holds NaN or Inf")
+            continue
+        if not finite_rows({feature: tensor}).all():
+            faults.append(f"{name}: {feature} holds NaN or Inf")
+        if feature not in tokens.checksums:
+            faults.append(f"{shard.tokens_file.name}: it lists no CRC-32 of {feature}")
+            continue
+        documents = zip(tokens.sample_ids, tensor.split(tokens.lengths), tokens.checksums[feature], strict=True)
+        wrong = [sample_id for sample_id, rows, listed in documents if checksum(rows) != listed]
+        if wrong:
+            faults.append(
+                f"{name}: {feature} of {len(wrong)} samples has another CRC-32 than listed, {wrong[0]!r} first"
+            )
     return faults

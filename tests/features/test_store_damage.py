@@ -194,6 +194,18 @@ def _forge(directory: Path, change: Callable[[dict[str, torch.Tensor]], None], k
         ("tokens_file", "offsets", 1, "other document lengths than the index"),
         ("features_file", "taps", float("nan"), "taps holds NaN or Inf"),
         ("features_file", "final_state", float("inf"), "final_state holds NaN or Inf"),
+        (
+            "features_file",
+            "taps",
+            3.0,
+            "taps of 1 samples has another CRC-32 than listed",
+        ),
+        (
+            "tokens_file",
+            "crc32.taps",
+            3,
+            "taps of 1 samples has another CRC-32 than listed",
+        ),
     ],
 )
 def test_verify_checks_values(sound: Path, tmp_path: Path, kind: str, name: str, value: float, message: str) -> None:
