@@ -10,6 +10,7 @@ where its run stands and stops after 7 steps, so that three calls in turn, by wh
 
     train:SHAPE:METHOD[:fsdp]     20 steps on random features: loss of every 5 steps, tokens/s of each process
     resume:SHAPE:METHOD[:fsdp]    8 steps more of one run
+    warm:SHAPE:METHOD[:fsdp]      2 steps, so that what follows in this call finds the shape compiled
     capture                       a target of random weights over random documents: records and tokens/s
     rollout:METHOD[:fp32]         domino's or dspark's blocks and the engine's answers, with a shared vocabulary
     profile:SHAPE:METHOD[:fsdp]   8 steps of training, of which 4 are profiled: the kernels that take longest
@@ -209,14 +210,24 @@ def resume_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[s
     return told
 
 
-def profile_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
-    run_dir = call.into / f"profile-{name}-{method}-{kind}-{COUNT}"
+def short_part(call: Call, part: str, name: str, method: str, kind: str, progress: StopAfter) -> None:
+    """A few steps, of which nothing is kept."""
+    run_dir = call.into / f"{part}-{name}-{method}-{kind}-{COUNT}"
     with first_alone() as first:
         if first:
             shutil.rmtree(run_dir, ignore_errors=True)
-    profiled = Profiled(4, 4)
     with patch.object(Loop, "save", lambda loop: None):
-        training(call, name, method, kind, run_dir, profiled)
+        training(call, name, method, kind, run_dir, progress)
+
+
+def warm_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
+    short_part(call, "warm", name, method, kind, StopAfter(1))
+    return {}
+
+
+def profile_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
+    profiled = Profiled(4, 4)
+    short_part(call, "profile", name, method, kind, profiled)
     if RANK == 0:
         print(profiled.table, flush=True)
     return {}
@@ -286,7 +297,7 @@ def wait_part(call: Call, name: str) -> dict[str, Any]:
 
 PARTS = {
     "train": train_part, "resume": resume_part, "profile": profile_part, "capture": capture_part,
-    "rollout": rollout_part, "wait": wait_part,
+    "rollout": rollout_part, "wait": wait_part, "warm": warm_part,
 }  # fmt: skip
 
 
@@ -308,7 +319,7 @@ def main() -> None:
     compiled = None
     for part in given.parts:
         name, *options = part.split(":")
-        if name in ("train", "resume", "profile") and options[0] != compiled:
+        if name in ("train", "resume", "profile", "warm") and options[0] != compiled:
             torch._dynamo.reset()  # another shape is not to be compiled as a variant of this one
             compiled = options[0]
         started = time.monotonic()
