@@ -16,7 +16,7 @@ from draftsmith.drafts.heads.domino import DominoHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.input_gates import input_gates, input_gates_reference, token_table
 from draftsmith.kernels.keys import key_ids, token_keys
-from draftsmith.kernels.prefix_gru import MAX_WIDTH, advance, advance_reference
+from draftsmith.kernels.prefix_gru import MAX_WIDTH, advance, advance_reference, start
 from draftsmith.targets.ends import TargetEnds
 
 GUESSES, GUESSED_ROWS = 4, 2
@@ -80,13 +80,11 @@ class KeyedDominoProposer:
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         base = base_logits(self.draft, slots, self.part_ends, self.kernels)
         block = self.search.block(base, anchor_ids, cast(RowSampling, sampler))
+        width = head.prefix_gru.hidden_size
         # W1 [h; s] = W1_h h + W1_s s, the first for all slots at once.
-        for_hidden, for_state = cast(nn.Linear, head.embed_proj[0]).weight.split(
-            (slots.shape[-1], head.prefix_gru.hidden_size), dim=1
-        )
+        for_hidden, for_state = cast(nn.Linear, head.embed_proj[0]).weight.split((slots.shape[-1], width), dim=1)
         from_hidden = functional.linear(slots, for_hidden)  # [batch, P, E]
-        state = head.empty_prefix(slots[:, 0])  # [batch, G]
-        gates = state.new_zeros(len(state), 3 * state.shape[1], dtype=torch.float32)  # W_h s, of no token yet
+        state, gates = start(len(slots), width, slots.dtype, slots.device)  # [batch, G], and W_h s [batch, 3G]
         guesses = self._guess(block, anchor_ids)
         for step in range(self.num_proposals):
             keys, of_slot = block.keys[step], from_hidden[:, step]

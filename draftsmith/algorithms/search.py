@@ -56,7 +56,7 @@ class Search:
 
 def base_logits(draft: Draft, slots: Tensor, ends: TargetEnds, kernels: bool) -> Tensor:
     """Logits without correction: slots [batch, P, H], contiguous -> [batch, P, n]."""
-    few = kernels and slots.shape[:-1].numel() <= MAX_STATES
+    few = kernels and slots.shape[:-1].numel() <= MAX_STATES and ends.head_weight.element_size() == 2
     return draft.logits(slots, ends, few_states_logits if few else functional.linear)
 
 

@@ -4,6 +4,8 @@ A general product of so few rows leaves a part of the memory's bandwidth unused.
 head and states, as the general product rounds it.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +13,22 @@ from torch import Tensor
 
 from draftsmith.kernels.overlap import overlapping
 
-MAX_STATES = 16
+MAX_STATES = 64
 """The most states for which the kernel reads the head faster than the general product does."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tokens and columns of a tile, warps, tiles in flight."""
+
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+
+
+FEW, MORE = Tiling(64, 128, 4, 4), Tiling(128, 128, 8, 3)
+"""Up to 32 states, and beyond."""
 
 
 def few_states_reference(states: Tensor, head: Tensor) -> Tensor:
@@ -51,24 +67,25 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def few_states_logits(
-    states: Tensor, head: Tensor, *, block_n: int = 64, block_k: int = 128, warps: int = 4, stages: int = 4
-) -> Tensor:
+def few_states_logits(states: Tensor, head: Tensor, *, tiling: Tiling | None = None) -> Tensor:
     """states [..., H] contiguous, head [V, H] with contiguous rows, of one dtype -> logits [..., V] in that dtype.
 
-    As fast as reading the head for up to `MAX_STATES` states. The remaining options are tile sizes. Raises `ValueError`
-    for shapes or dtypes that do not fit.
+    Nearly as fast as reading the head for up to `MAX_STATES` states. Raises `ValueError` for shapes or dtypes that do
+    not fit.
     """
     vocabulary, inner = head.shape
     fits = states.shape[-1] == inner and states.dtype == head.dtype and head.stride(1) == 1
     if not fits or not states.is_contiguous():
         raise ValueError(f"states {tuple(states.shape)} {states.dtype}, head {tuple(head.shape)} {head.dtype}")
     count = states.numel() // inner
-    block_k = block_k if states.dtype != torch.float32 else block_k // 2
+    tiling = tiling or (FEW if count <= 32 else MORE)
+    block_n, block_k = tiling.tokens, tiling.columns
+    if states.dtype == torch.float32:
+        block_k //= 2
     out = torch.empty(*states.shape[:-1], vocabulary, dtype=head.dtype, device=head.device)
     _logits_kernel[(triton.cdiv(vocabulary, block_n),)](
         states, head, out, count, vocabulary, inner, inner, head.stride(0),
         BLOCK_M=max(16, triton.next_power_of_2(count)), BLOCK_N=block_n, BLOCK_K=block_k,
-        EVEN=inner % block_k == 0, num_warps=warps, num_stages=stages, **overlapping(head.device),
+        EVEN=inner % block_k == 0, num_warps=tiling.warps, num_stages=tiling.stages, **overlapping(head.device),
     )  # fmt: skip
     return out

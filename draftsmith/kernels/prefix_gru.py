@@ -25,9 +25,6 @@ MAX_WIDTH = 8192
 FEW_ROWS = 2
 """Up to so many rows every program of `advance` makes the whole state itself; more have a launch of their own."""
 
-PRODUCT_LINES, PRODUCT_DEPTH = 32, 256
-"""Tile of the products of more rows: lines of a weight, and columns."""
-
 # --- references -----------------------------------------------------------------------------------------------------
 
 
@@ -44,6 +41,14 @@ def advance_reference(
 
 
 # --- the state, the latent, and the state's side of the next step ---------------------------------------------------
+
+
+def start(batch: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Before any token: the state [batch, G] in `dtype` and its side of the gates [batch, 3G] fp32, all zeros, in one
+    launch."""
+    count = batch * width
+    zeros = torch.zeros(4 * count, dtype=torch.float32, device=device)
+    return zeros[3 * count :].view(dtype)[:count].view(batch, width), zeros[: 3 * count].view(batch, 3 * width)
 
 
 @triton.jit
@@ -227,17 +232,18 @@ def advance(
     new_state, latent, new_gates = torch.empty_like(state), state.new_empty(batch, rank), torch.empty_like(gates_h)
     overlap = overlapping(state.device)
     if batch > FEW_ROWS:
-        block_b, depth = min(64, triton.next_power_of_2(batch)), tile_depth(PRODUCT_DEPTH, width, weight_hh)
+        block_b = min(64, triton.next_power_of_2(batch))
+        product_lines, depth = _product_tile(width, block_b, weight_hh)
         _state_kernel[(batch, triton.cdiv(width, 256))](
             keys, gates_i, gates_h, state, new_state, width, batch * 3 * width,
             BLOCK=256, TABLE=table, SPLITS=splits, num_warps=4, **overlap,
         )  # fmt: skip
-        latent_programs = triton.cdiv(rank, PRODUCT_LINES)
-        programs = latent_programs + triton.cdiv(3 * width, PRODUCT_LINES)
+        latent_programs = triton.cdiv(rank, product_lines)
+        programs = latent_programs + triton.cdiv(3 * width, product_lines)
         _state_products_kernel[(programs, triton.cdiv(batch, block_b))](
             new_state, from_hidden, weight_state, weight_hh, latent, new_gates, from_hidden.stride(0),
             weight_state.stride(0), width, rank, latent_programs, batch,
-            BLOCK_N=PRODUCT_LINES, BLOCK_K=depth, BLOCK_B=block_b, WHOLE=depth >= width, STAGES=4,
+            BLOCK_N=product_lines, BLOCK_K=depth, BLOCK_B=block_b, WHOLE=depth >= width, STAGES=4,
             num_warps=4, **overlap,
         )  # fmt: skip
         return new_state, latent, new_gates
@@ -250,6 +256,15 @@ def advance(
         BLOCK_N=block_n, BLOCK_K=block_k, TABLE=table, SPLITS=splits, num_warps=warps, **overlap,
     )  # fmt: skip
     return new_state, latent, new_gates
+
+
+def _product_tile(width: int, block_b: int, weight: Tensor) -> tuple[int, int]:
+    """Lines and columns of a weight's tile for the products of more rows. Where they fit, a program holds its lines
+    whole, and so has fetched them before the state is there."""
+    columns = max(16, triton.next_power_of_2(width))
+    if weight.element_size() < 4 and columns <= 1024 and block_b * columns <= 16384:
+        return 16, columns
+    return 32, tile_depth(256, width, weight)
 
 
 def _check_advance(

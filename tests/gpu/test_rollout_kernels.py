@@ -26,7 +26,7 @@ from draftsmith.kernels.noise import gumbel_noise
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [pytest.param(dtype, id=str(dtype)[6:]) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 BATCHES = [1, 3, 8, 33]
 SIZES = [(1003, 24), (20011, 256), (5000, 130)]
 DEVICE = torch.device("cuda")
