@@ -1,6 +1,6 @@
 """What the stages of a run have in common: its recipe, its target, and when a stage need not run again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,13 @@ class Stages:
         work: Callable[[], bool | None],
         *,
         fresh: bool,
+        parts: Sequence[Path] = (),
         **options: bool,
     ) -> None:
+        """Run a stage unless it is done. parts: files in `output` without which it is not."""
         if fresh:
             self.stamps.forget(stage, [output])
-        if not self.stamps.perform(stage, settings, [output], work, **options):
+        if not self.stamps.perform(stage, settings, [output, *parts], work, **options):
             self.say(f"{stage}: done already with these settings ({output})")
 
 

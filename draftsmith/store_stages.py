@@ -15,6 +15,7 @@ from draftsmith.data.sample import Sample
 from draftsmith.data.tokenize import tokenize_all
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.files import file_sha256
+from draftsmith.features.manifest import MANIFEST_FILE, StoreError, read_manifest
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.launcher import process_count
 from draftsmith.option_rules import ImportRequest
@@ -44,7 +45,7 @@ class StoreStages(Stages):
             for line in report.lines():
                 self.say(f"features: {line}")
 
-        self._perform("capture", self._capture_settings(), directory, work, fresh=fresh)
+        self._perform("capture", self._capture_settings(), directory, work, fresh=fresh, parts=self._files(fresh))
 
     def remask(self) -> None:
         """The loss masks that the data gives now -> the feature store `features/`, whose features stay as they are."""
@@ -106,7 +107,18 @@ class StoreStages(Stages):
             **self._settings("target", "draft", "capture"),
             "data": self._template_settings(),
         }
-        self._perform("capture", settings, directory, work, fresh=fresh)
+        self._perform("capture", settings, directory, work, fresh=fresh, parts=self._files(fresh))
+
+    def _files(self, fresh: bool) -> list[Path]:
+        """The files that make the store a whole one; where one is missing, capture goes on."""
+        directory = self.recipe.features
+        manifest = directory / MANIFEST_FILE
+        if fresh or not manifest.is_file():
+            return [manifest]
+        try:
+            return [manifest, *(directory / entry.name for entry in read_manifest(directory).files)]
+        except StoreError as error:
+            raise DraftsmithError(f"{error}; delete it and capture again: what is finished is kept") from error
 
     def _capture_settings(self) -> dict[str, Any]:
         """What decides the records of a capture."""

@@ -160,6 +160,32 @@ def test_capture_goes_on_after_the_masks_of_an_unfinished_store_were_rewritten(r
     assert sorted(record.sample_id for record in Store.open(features)) == ["c1", "c2", "c3", "c4"]
 
 
+def test_a_damaged_shard_is_mended_by_deleting_it_and_capturing_again(recipe: Path, tmp_path: Path) -> None:
+    small = "capture.shard_bytes=1"
+    succeed("capture", recipe, small)
+    features = tmp_path / "run" / "features"
+    before = {record.sample_id: record.features["taps"].clone() for record in Store.open(features)}
+    damaged = sorted(features.glob("*.features.safetensors"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert damaged.name in fails("inspect", features, "--verify")
+    for path in features.glob(f"{damaged.name.split('.')[0]}.*"):
+        path.unlink()
+    _, said = succeed("capture", recipe, small)
+    assert "1 captured in" in said
+    succeed("inspect", features, "--verify")
+    after = {record.sample_id: record.features["taps"] for record in Store.open(features)}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    _, said = succeed("capture", recipe, small)
+    assert "done already" in said
+    manifest = features / MANIFEST_FILE
+    manifest.write_bytes(manifest.read_bytes().replace(b'"samples": 4', b'"samples": 5'))
+    assert "delete it and capture again" in fails("capture", recipe, small)
+    manifest.unlink()
+    succeed("capture", recipe, small)
+    assert len(Store.open(features)) == len(before)
+
+
 def test_what_works_in_one_process_says_so(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--fresh works with one process only" in fails("capture", recipe, "--fresh")

@@ -139,10 +139,14 @@ class StoreManifest(StoreHeader):
         return StoreHeader(**{name: getattr(self, name) for name in StoreHeader.model_fields})
 
     @property
+    def files(self) -> list[FileEntry]:
+        """All files but the manifest itself."""
+        return [self.index, *(entry for shard in self.shards for entry in (shard.tokens_file, shard.features_file))]
+
+    @property
     def bytes(self) -> int:
         """Bytes of all files but the manifest itself."""
-        shards = sum(shard.tokens_file.bytes + shard.features_file.bytes for shard in self.shards)
-        return shards + self.index.bytes
+        return sum(entry.bytes for entry in self.files)
 
 
 _Header = TypeVar("_Header", bound=StoreHeader)
