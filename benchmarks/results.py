@@ -8,12 +8,11 @@
 
 Captures the answers once, with the layout of the method that stores most, and trains each method's draft from that
 store for `--seconds` of wall time. The clock runs over the whole call of the training: building the draft, starting the
-processes that read, evaluating before and after, saving. Only torch.compile's work is not in it: a first short run
-compiles, a second says how many steps the seconds hold, so that the learning rate falls to its end within them, and
-what both took is reported beside the training. The last checkpoint is exported and benched: accept lengths on all
-prompts in large batches, speeds one row at a time on the first of them. Each method leaves OUT/METHOD.json, written
-anew after every part; `table` writes them into the page between its two markers. A method that fails is reported, and
-the others go on.
+processes that read, saving. Only torch.compile's work is not in it: a short run before compiles and says how many steps
+the seconds hold, so that the learning rate falls to its end within them; what it took is reported beside the training.
+The last checkpoint is exported and benched: accept lengths on all prompts in large batches, speeds one row at a time on
+the first prompts of `--speed-on`. Each method leaves OUT/METHOD.json, written anew after every part; `table` writes
+them into the page between its two markers. A method that fails is reported, and the others go on.
 """
 
 import argparse
@@ -81,14 +80,15 @@ SHARED = (
     "train.tokens_per_row=4800",
     "train.rows_per_step=1",
     "train.rows_per_forward=1",
-    "train.eval_share=0.01",
+    "train.eval_share=0.0",
     "train.data_workers=8",
     "export.which=last",
     "track.every=100",
     "track.tensorboard=false",
 )
-COMPILE_STEPS = 40  # enough that every shape has come up
-CALIBRATION_STEPS = 300
+UNSETTLED_STEPS = 60  # until every shape has come up and what was read ahead is used up
+CALIBRATION_STEPS = 200
+FIRST_BATCH_SECONDS = 1.0
 MARGIN = 0.98  # of the seconds, for rows that take longer than those of the calibration
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
@@ -132,8 +132,9 @@ def _arguments() -> argparse.Namespace:
         command.add_argument("--steps", type=int, default=None, help="steps of each training, in place of --seconds")
         command.add_argument("--limit", default="gsm8k=200,mt-bench=80", help="NAME=N,...: the first N prompts")
         command.add_argument("--max-new-tokens", type=int, default=256)
-        command.add_argument("--batch-size", type=int, default=32, help="of the bench of accept lengths")
+        command.add_argument("--batch-size", type=int, default=64, help="of the bench of accept lengths")
         command.add_argument("--speed-prompts", type=int, default=24, help="prompts of the bench at batch size 1")
+        command.add_argument("--speed-on", action="append", help="NAME of prompts to time (default: all)")
         command.add_argument("--set", action="append", default=[], dest="overrides", help="a further recipe override")
     for command in (everything, some, captured, table):
         command.add_argument("--out", type=Path, default=Path("runs/results"), help="directory of the results")
@@ -176,21 +177,22 @@ def _method(method: str, arguments: argparse.Namespace) -> dict[str, object]:
         steps = max(1, int((MARGIN * arguments.seconds - found["start_seconds"]) / found["step_seconds"]))
     workspace = _linked(_workspace(method, arguments, method, f"train.max_steps={steps}"), store)
     line |= {"steps": steps, "training_seconds": round(_train(workspace), 1)}
-    line |= {"first_evaluation": _evaluation(workspace.recipe, 0), "evaluation": _evaluation(workspace.recipe, -1)}
-    line |= {"train_tail": _log_entries(workspace.recipe)[-1], "benches": {}}
+    line |= {"last_log_entry": _log_entries(workspace.recipe)[-1], "benches": {}}
     _write(method, arguments, line)
     workspace.export()
     limits = {name: int(count) for name, _, count in (part.partition("=") for part in arguments.limit.split(","))}
     for kind, batch_size in (("accepted", arguments.batch_size), ("alone", 1)):
         for named in arguments.prompts:
             name, _, source = named.partition("=")
+            if kind == "alone" and arguments.speed_on and name not in arguments.speed_on:
+                continue
             limit = limits.get(name) if kind == "accepted" else arguments.speed_prompts
             started = time.perf_counter()
             measured = _bench(workspace, method, arguments, name, source, limit, batch_size).to_json()
             line["benches"].setdefault(name, {})[kind] = measured
             _write(method, arguments, line)
             _say(f"{method}: {name}, batch size {batch_size}, in {time.perf_counter() - started:.1f} s")
-    return {name: value for name, value in line.items() if name != "train_tail"}
+    return line
 
 
 def _settings(method: str, arguments: argparse.Namespace) -> list[str]:
@@ -198,27 +200,22 @@ def _settings(method: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def _calibrated(method: str, arguments: argparse.Namespace, store: Path) -> dict[str, float]:
-    """Seconds of a step, of what a training takes besides its steps, and of compiling.
-
-    Of two short runs in this process: the first compiles, the second is like the training itself.
-    """
-
-    def run(name: str, steps: int) -> tuple[float, list[float]]:
-        workspace = _linked(_workspace(method, arguments, f"{method}-{name}", f"train.max_steps={steps}"), store)
-        clocked = _ClockedProgress()
-        workspace.progress = clocked
-        return _train(workspace), clocked.times
-
-    first, _ = run("compile", COMPILE_STEPS)
-    whole, times = run("calibration", CALIBRATION_STEPS)
-    settled = times[len(times) // 3 :]  # past what had been read ahead
+    """Seconds of a step, of what a training takes besides its steps, and of compiling, from a short run that compiles
+    what the training then uses."""
+    steps = f"train.max_steps={CALIBRATION_STEPS}"
+    workspace = _linked(_workspace(method, arguments, f"{method}-calibration", steps), store)
+    workspace.progress = clocked = _ClockedProgress()
+    started = time.perf_counter()
+    _train(workspace)
+    ended = time.perf_counter()
+    begun, times = clocked.begun, clocked.times
+    settled = times[UNSETTLED_STEPS - 1 :]
     step = (settled[-1] - settled[0]) / (len(settled) - 1)
-    start = max(0.0, whole - CALIBRATION_STEPS * step)
     found = {
         "step_seconds": step,
-        "start_seconds": start,
-        "compiling_seconds": max(0.0, first - start - COMPILE_STEPS * step),
-        "calibration_seconds": first + whole,
+        "start_seconds": begun - started + ended - times[-1] + FIRST_BATCH_SECONDS,
+        "compiling_seconds": max(0.0, settled[0] - begun - FIRST_BATCH_SECONDS - UNSETTLED_STEPS * step),
+        "calibration_seconds": ended - started,
     }
     found = {name: round(value, 4) for name, value in found.items()}
     _say(f"{method}: {1 / step:.2f} steps/s, {json.dumps(found)}")
@@ -226,15 +223,17 @@ def _calibrated(method: str, arguments: argparse.Namespace, store: Path) -> dict
 
 
 class _ClockedProgress(ConsoleProgress):
-    """Remembers when every step of a training ended."""
+    """Remembers when a training's steps began, and when each ended."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.begun = 0.0
         self.times: list[float] = []
 
     @contextmanager
     def stage(self, name: str, total: float | None, unit: str) -> Iterator[Stage]:
         with super().stage(name, total, unit) as stage:
+            self.begun = time.perf_counter()
             yield _ClockedStage(stage, self.times)
 
 
@@ -299,14 +298,9 @@ def _bench(
     return figures(report, report.drafts[0], batch_size)
 
 
-def _log_entries(recipe: Recipe, kind: str = "train") -> list[dict[str, Any]]:
+def _log_entries(recipe: Recipe) -> list[dict[str, Any]]:
     lines = (recipe.training / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
-
-
-def _evaluation(recipe: Recipe, number: int) -> dict[str, Any]:
-    found = _log_entries(recipe, "eval")
-    return found[number] if found else {}
+    return [json.loads(line) for line in lines]
 
 
 def _machine() -> dict[str, str]:
@@ -340,23 +334,28 @@ def write_table(arguments: argparse.Namespace) -> None:
 def table_lines(results: list[dict[str, Any]]) -> list[str]:
     """The Markdown table of several methods' results, and what they were measured on."""
     names = list(dict.fromkeys(name for result in results for name in result["benches"]))
-    header = ["method", "steps", "training"]
+    header = ["method", "steps", "training", "compiling and calibrating before it"]
     for name in names:
         header += [f"{name}: accept length (95 %)", f"{name}: equal tokens"]
     header += [f"{names[0]}, batch 1: plain tokens/s", "speculative tokens/s", "speed-up (95 %)"]
     rows = [header, ["---"] * len(header)]
     for result in results:
         row = [TITLES[result["part"]], f"{result['steps']:,}", f"{result['training_seconds']:.0f} s"]
+        before = result.get("calibration")
+        row += ["-" if before is None else f"{before['calibration_seconds']:.0f} s"]
         for name in names:
             found = result["benches"].get(name)
             row += (
                 ["-", "-"]
-                if found is None
+                if found is None or "accepted" not in found
                 else [_shown(found["accepted"], "accept_length"), percent(found["accepted"]["equal_share"])]
             )
-        alone = result["benches"][names[0]]["alone"]
-        speed, gain = alone["decode_tokens_per_second"]["value"], alone["decode_speedup"]["value"]
-        row += [number(speed / gain, 0), number(speed, 0), _shown(alone, "decode_speedup", "x")]
+        alone = result["benches"].get(names[0], {}).get("alone")
+        if alone is None:
+            row += ["-"] * 3
+        else:
+            speed, gain = alone["decode_tokens_per_second"]["value"], alone["decode_speedup"]["value"]
+            row += [number(speed / gain, 0), number(speed, 0), _shown(alone, "decode_speedup", "x")]
         rows.append(row)
     machines = list(dict.fromkeys(json.dumps(result["machine"]) for result in results))
     told = [", ".join(f"{name} {value}" for name, value in json.loads(machine).items()) for machine in machines]
