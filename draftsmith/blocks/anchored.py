@@ -13,7 +13,12 @@ from draftsmith.drafts.attention import AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.kernels.anchored_attention import Runs
+    from draftsmith.kernels.anchored_attention import Runs, Tiling
+
+LARGEST_HEAD = 128
+"""Channels of a head that the kernel was tried with."""
+LARGEST_TILE = 128
+"""Rows of a tile that the kernel was tried with: a block's slots times the query heads of a key head."""
 
 
 def runs(seen: Sight, blocks: Blocks, keys: int) -> "Runs":
@@ -29,6 +34,7 @@ def runs(seen: Sight, blocks: Blocks, keys: int) -> "Runs":
         (seen.block_end - context).int().contiguous(),
         _by_key(seen, blocks.valid, context, keys, block_size),
         block_size,
+        keys,
     )
 
 
@@ -51,28 +57,44 @@ def _by_key(seen: Sight, valid: Tensor, context: int, keys: int, block_size: int
     return (counts * block_size).int().contiguous()
 
 
-def anchored_attention(
-    blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], keys: int | None = None
-) -> "AnchoredBlockAttention":
-    """`AnchoredBlockAttention` for a packed batch; arguments as for `sight`. keys: context tokens of a tile (None: as
-    the kernel likes them)."""
-    from draftsmith.kernels.anchored_attention import KEYS
-
-    return AnchoredBlockAttention(
-        {kind: runs(sight(blocks, document, kind), blocks, KEYS if keys is None else keys) for kind in set(kinds)}
-    )
+def takes(head_dim: int, dtype: torch.dtype, group: int, block_size: int) -> bool:
+    """Whether the kernel computes such layers well: heads of a size that it was tried with, 16 bits wide, and blocks
+    that fit its tiles (`group`: query heads of a key head)."""
+    return dtype in (torch.bfloat16, torch.float16) and _refusal(head_dim, group, block_size) is None
 
 
-def takes(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes heads of this size and dtype well: powers of two, 16 bits wide."""
-    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 and dtype in (torch.bfloat16, torch.float16)
+def _refusal(head_dim: int, group: int, block_size: int) -> str | None:
+    """Why the kernel cannot be used, None where it can."""
+    if not 16 <= head_dim <= LARGEST_HEAD or head_dim & (head_dim - 1):
+        return f"takes heads of 16 to {LARGEST_HEAD} channels, a power of two, and these have {head_dim}"
+    rows = (1 << (group - 1).bit_length()) * (1 << (block_size - 1).bit_length())
+    if rows > LARGEST_TILE:
+        return (
+            f"holds a block's slots, for all query heads of a key head, in a tile of at most {LARGEST_TILE} rows, and "
+            f"{block_size} slots x {group} heads, each rounded up to a power of two, make {rows}"
+        )
+    return None
 
 
 class AnchoredBlockAttention:
-    """Attention by the kernel, for all patterns of the draft's layers; `runs` holds each pattern's."""
+    """Attention by the kernel, for all patterns of the draft's layers; see `anchored_attention`.
 
-    def __init__(self, runs: "dict[AttentionKind, Runs]") -> None:
-        self.runs = runs
+    What the kernel needs of a pattern is worked out when a layer first asks, and kept for the others.
+    """
+
+    def __init__(self, seen: dict[AttentionKind, Sight], blocks: Blocks, tiles: "Tiling | None" = None) -> None:
+        self._seen = seen
+        self._blocks = blocks
+        self._tiles = tiles
+        self._runs: dict[tuple[AttentionKind, int], Runs] = {}
+
+    def runs(self, kind: AttentionKind, keys: int) -> "Runs":
+        """Of layers of this pattern, for tiles of so many keys; `DraftsmithError` for a pattern that was not named."""
+        if kind not in self._seen:
+            raise DraftsmithError(f"no attention runs for layers of {kind}; there are some for {list(self._seen)}")
+        if (kind, keys) not in self._runs:
+            self._runs[kind, keys] = runs(self._seen[kind], self._blocks, keys)
+        return self._runs[kind, keys]
 
     def __call__(
         self,
@@ -86,17 +108,28 @@ class AnchoredBlockAttention:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Shapes as in `BlockAttention`; raises `DraftsmithError` for a kind without runs or a head it cannot do."""
-        from draftsmith.kernels.anchored_attention import anchored_attention
+        """Shapes as in `BlockAttention`; raises `DraftsmithError` for a kind without runs, and for heads or blocks that
+        it cannot do."""
+        from draftsmith.kernels.anchored_attention import anchored_attention, rows_of_a_block, tiling
 
-        if q.shape[-1] < 16 or q.shape[-1] & (q.shape[-1] - 1):
-            raise DraftsmithError(
-                f"attention 'anchored' takes heads of a power of two of at least 16 channels, and these have "
-                f"{q.shape[-1]}; use 'flex'"
-            )
-        if kind not in self.runs:
-            raise DraftsmithError(f"no attention runs for layers of {kind}; there are some for {list(self.runs)}")
-        mixed, lse = anchored_attention(q, context_k, context_v, block_k, block_v, self.runs[kind], scale=scale)
+        group, block_size = q.shape[1] // context_k.shape[1], self._blocks.input_ids.shape[-1]
+        check_anchored(q.shape[-1], group, block_size)
+        tiles = self._tiles or tiling(q.shape[-1], q.element_size(), rows_of_a_block(group, block_size))
+        runs = self.runs(kind, tiles.dkv_keys)
+        mixed, lse = anchored_attention(q, context_k, context_v, block_k, block_v, runs, scale=scale, tiles=tiles)
         if sinks is None:
             return mixed
-        return with_sinks(mixed, math.log(2) * lse, sinks)
+        return with_sinks(mixed, math.log(2) * lse.transpose(2, 3).flatten(1, 2), sinks)
+
+
+def check_anchored(head_dim: int, group: int, block_size: int) -> None:
+    """Raise `DraftsmithError` where the kernel cannot compute such layers; arguments as for `takes`."""
+    if why := _refusal(head_dim, group, block_size):
+        raise DraftsmithError(f"attention 'anchored' {why}; use 'flex' (train.attention=flex)")
+
+
+def anchored_attention(
+    blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], tiles: "Tiling | None" = None
+) -> AnchoredBlockAttention:
+    """`AnchoredBlockAttention` for a packed batch; arguments as for `sight`. tiles: None: as the kernel likes them."""
+    return AnchoredBlockAttention({kind: sight(blocks, document, kind) for kind in set(kinds)}, blocks, tiles)

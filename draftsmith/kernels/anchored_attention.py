@@ -7,23 +7,26 @@ row of the tile sees whole are multiplied without a mask.
 The reference is `drafts.attention.DenseBlockAttention`; `blocks.anchored` makes the runs and picks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from draftsmith.kernels.anchored_backward import key_gradient_kernel, query_gradient_kernel
 from draftsmith.kernels.anchored_forward import forward_kernel
+
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Runs:
     """What the slots see, int32: context_first, context_end, own_first, own_end [R, T], first key and end of each run,
-    own keys counted as slots; by_key [R, ceil(S / KEYS), 4], for every tile of KEYS context tokens: the first slot and
-    the end of those that see any of it, and of those that see all of it. Slots of one block see the same context, or
-    (sliding) nearly; blocks are in the order of their anchors."""
+    own keys counted as slots; by_key [R, ceil(S / keys), 4], for every tile of `keys` context tokens: the first slot
+    and the end of those that see any of it, and of those that see all of it. Slots of one block see the same context,
+    or (sliding) nearly; blocks are in the order of their anchors."""
 
     context_first: Tensor
     context_end: Tensor
@@ -31,35 +34,47 @@ class Runs:
     own_end: Tensor
     by_key: Tensor
     block_size: int
-
-
-KEYS = 128
-"""Context tokens of one program of the backward for keys and values."""
-LOG2_E = 1.4426950408889634
+    keys: int
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Rows (slots times query heads of a key head) and keys of a tile, warps and stages, of the three kernels."""
 
-    rows: int = 128
+    rows: int = 64
     keys: int = 64
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
-    dq_rows: int = 128
+    dq_rows: int = 64
     dq_keys: int = 64
-    dq_warps: int = 8
-    dq_stages: int = 2
-    dkv_rows: int = 32
-    dkv_warps: int = 8
-    dkv_stages: int = 3
+    dq_warps: int = 4
+    dq_stages: int = 3
+    dkv_rows: int = 64
+    dkv_keys: int = 64
+    dkv_warps: int = 4
+    dkv_stages: int = 2
+
+
+def tiling(head_dim: int, element_size: int, block_rows: int) -> Tiling:
+    """The tiles for heads of this size, of elements of so many bytes, and blocks of so many rows
+    (`rows_of_a_block`)."""
+    if element_size == 4:  # what fits into shared memory
+        return Tiling(keys=32, stages=1, dq_keys=32, dq_stages=1, dkv_rows=16, dkv_warps=8, dkv_stages=1, warps=8)
+    # Two programs a multiprocessor, each of four warps, hide more of each other's waits than one of eight.
+    tiles = Tiling(dkv_rows=128 if head_dim <= 64 else 64)
+    return tiles if block_rows <= tiles.rows else replace(tiles, rows=128, warps=8, dq_rows=128, dq_warps=8)
+
+
+def rows_of_a_block(group: int, block_size: int) -> int:
+    """Rows that the tile of one block needs, for so many query heads a key head."""
+    return triton.next_power_of_2(group) * triton.next_power_of_2(block_size)
 
 
 def _shape(q: Tensor, kv_heads: int, rows: int, block_size: int) -> dict[str, int]:
     """The compile-time sizes that the kernels over rows share."""
     group = q.shape[1] // kv_heads
     padded = triton.next_power_of_2(group)
-    rows = max(rows, padded * triton.next_power_of_2(block_size), 16 * padded)
+    rows = max(rows, rows_of_a_block(group, block_size), 16 * padded)
     own = rows // padded
     return {
         "STEP": own // block_size * block_size,
@@ -81,24 +96,54 @@ def _like(rows: int, heads: int, tokens: int, like: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """The tensor, copied where a descriptor cannot describe it: channels must be side by side, and all other steps
+    multiples of 16 bytes."""
+    steps = [step * tensor.element_size() for step in _steps(tensor)[:-1]]
+    described = tensor.stride(-1) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+    return tensor if described and tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _steps(tensor: Tensor) -> list[int]:
+    """Strides, with a possible one where it does not matter."""
+    dim = tensor.shape[-1]
+    return [step if size > 1 else dim for step, size in zip(tensor.stride()[:-1], tensor.shape, strict=False)] + [1]
+
+
+def _keys_descriptor(tensor: Tensor, keys: int) -> TensorDescriptor:
+    """Of [R, kv_heads, tokens, d], by so many keys."""
+    return TensorDescriptor(tensor, list(tensor.shape), _steps(tensor), [1, 1, keys, tensor.shape[-1]])
+
+
+def _rows_descriptor(tensor: Tensor, kv_heads: int, rows: int, padded: int) -> TensorDescriptor:
+    """Of [R, heads, T, d] as [R, kv_heads, T, group, d], by so many rows."""
+    count, heads, slots, dim = tensor.shape
+    row, head, slot, _ = _steps(tensor)
+    group = heads // kv_heads
+    return TensorDescriptor(
+        tensor,
+        [count, kv_heads, slots, group, dim],
+        [row, head * group, slot, head, 1],
+        [1, 1, rows // padded, padded, dim],
+    )
 
 
 def attend(
-    q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, runs: Runs, scale: float, tiling: Tiling
+    q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, runs: Runs, scale: float, tiles: Tiling
 ) -> tuple[Tensor, Tensor]:
-    """(mixed [R, heads, T, d], log2 of the softmax's denominator [R, heads, T] float32); see `anchored_attention`."""
+    """(mixed [R, heads, T, d], log2 of the softmax's denominator); see `anchored_attention`."""
     rows, heads, slots, _ = q.shape
     kv_heads, context = ck.shape[1:3]
-    shape = _shape(q, kv_heads, tiling.rows, runs.block_size)
+    shape = _shape(q, kv_heads, tiles.rows, runs.block_size)
     out = _like(rows, heads, slots, q)
-    lse = torch.empty(rows, heads, slots, dtype=torch.float32, device=q.device)
+    lse = torch.empty(rows, kv_heads, slots, heads // kv_heads, dtype=torch.float32, device=q.device)
     grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
     forward_kernel[grid](
-        q, ck, cv, bk, bv, out, lse, runs.context_first, runs.context_end, runs.own_first, runs.own_end,
-        *_strides(q), *_strides(ck), *_strides(cv), *_strides(bk), *_strides(bv), *_strides(out),
+        _rows_descriptor(q, kv_heads, shape["ROWS"], shape["PADDED"]),
+        *(_keys_descriptor(tensor, tiles.keys) for tensor in (ck, cv)),
+        *(_keys_descriptor(tensor, shape["OWN"]) for tensor in (bk, bv)),
+        out, lse, runs.context_first, runs.context_end, runs.own_first, runs.own_end, *_strides(out),
         slots, context, kv_heads, scale * LOG2_E,
-        **shape, KEYS=tiling.keys, num_warps=tiling.warps, num_stages=tiling.stages,
+        **shape, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out, lse
 
@@ -115,32 +160,36 @@ def attend_backward(
     lse: Tensor,
     runs: Runs,
     scale: float,
-    tiling: Tiling,
+    tiles: Tiling,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five inputs, laid out as they are; lse_grad: that of `lse`."""
-    rows, heads, slots, _ = q.shape
+    rows, _, slots, _ = q.shape
     kv_heads, context = ck.shape[1:3]
     grad = _dense(grad)
     dq, dck, dcv, dbk, dbv = (torch.empty_like(tensor) for tensor in (q, ck, cv, bk, bv))
     delta = torch.empty_like(lse)
-    shape = _shape(q, kv_heads, tiling.dq_rows, runs.block_size)
+    shape = _shape(q, kv_heads, tiles.dq_rows, runs.block_size)
+    padded = shape["PADDED"]
     grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
     query_gradient_kernel[grid](
-        q, ck, cv, bk, bv, out, grad, lse, lse if lse_grad is None else lse_grad.contiguous(), delta, dq, dbk, dbv,
+        *(_rows_descriptor(tensor, kv_heads, shape["ROWS"], padded) for tensor in (q, grad)),
+        *(_keys_descriptor(tensor, tiles.dq_keys) for tensor in (ck, cv)),
+        *(_keys_descriptor(tensor, shape["OWN"]) for tensor in (bk, bv)),
+        out, lse, lse if lse_grad is None else lse_grad.contiguous(), delta, dq, dbk, dbv,
         runs.context_first, runs.context_end, runs.own_first, runs.own_end,
-        *_strides(q), *_strides(ck), *_strides(cv), *_strides(bk), *_strides(bv), *_strides(out), *_strides(grad),
-        *_strides(dq), *_strides(dbk), *_strides(dbv),
+        *_strides(out), *_strides(dq), *_strides(dbk), *_strides(dbv),
         slots, context, kv_heads, scale * LOG2_E, scale, HAS_LSE_GRAD=lse_grad is not None,
-        **shape, KEYS=tiling.dq_keys, num_warps=tiling.dq_warps, num_stages=tiling.dq_stages,
+        **shape, KEYS=tiles.dq_keys, num_warps=tiles.dq_warps, num_stages=tiles.dq_stages,
     )  # fmt: skip
-    padded = shape["PADDED"]
-    grid = (triton.cdiv(context, KEYS), kv_heads, rows)
+    tile = max(tiles.dkv_rows, 16, padded)
+    grid = (triton.cdiv(context, runs.keys), kv_heads, rows)
     key_gradient_kernel[grid](
-        q, ck, cv, grad, lse, delta, dck, dcv, runs.context_first, runs.context_end, runs.by_key,
-        *_strides(q), *_strides(ck), *_strides(cv), *_strides(grad), *_strides(dck), *_strides(dcv),
+        *(_rows_descriptor(tensor, kv_heads, tile, padded) for tensor in (q, grad)),
+        *(_keys_descriptor(tensor, runs.keys) for tensor in (ck, cv)),
+        lse, delta, dck, dcv, runs.context_first, runs.context_end, runs.by_key, *_strides(dck), *_strides(dcv),
         slots, context, kv_heads, scale * LOG2_E, scale,
-        GROUP=shape["GROUP"], PADDED=padded, ROWS=max(tiling.dkv_rows, 16, padded), KEYS=KEYS, DIM=q.shape[-1],
-        num_warps=tiling.dkv_warps, num_stages=tiling.dkv_stages,
+        GROUP=shape["GROUP"], PADDED=padded, ROWS=tile, KEYS=runs.keys, DIM=q.shape[-1],
+        num_warps=tiles.dkv_warps, num_stages=tiles.dkv_stages,
     )  # fmt: skip
     return dq, dck, dcv, dbk, dbv
 
@@ -156,12 +205,12 @@ class _AnchoredAttention(torch.autograd.Function):
         bv: Tensor,
         runs: Runs,
         scale: float,
-        tiling: Tiling,
+        tiles: Tiling,
     ) -> tuple[Tensor, Tensor]:
         q, ck, cv, bk, bv = (_dense(tensor) for tensor in (q, ck, cv, bk, bv))
-        out, lse = attend(q, ck, cv, bk, bv, runs, scale, tiling)
+        out, lse = attend(q, ck, cv, bk, bv, runs, scale, tiles)
         ctx.save_for_backward(q, ck, cv, bk, bv, out, lse)
-        ctx.settings = (runs, scale, tiling)
+        ctx.settings = (runs, scale, tiles)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -183,17 +232,12 @@ def anchored_attention(
     runs: Runs,
     *,
     scale: float,
-    tiling: Tiling | None = None,
+    tiles: Tiling,
 ) -> tuple[Tensor, Tensor]:
-    """(mixed [R, heads, T, d], log2 of the softmax's denominator [R, heads, T] float32), differentiable both.
+    """(mixed [R, heads, T, d], log2 of the softmax's denominator [R, kv_heads, T, heads a key head] float32),
+    differentiable both.
 
     q [R, heads, T, d]; context_k/v [R, kv_heads, S, d]; block_k/v [R, kv_heads, T, d], d a power of two of at least 16;
-    runs: who sees what.
+    scale > 0; runs: who sees what, for tiles of `tiles.dkv_keys` keys.
     """
-    return _AnchoredAttention.apply(q, context_k, context_v, block_k, block_v, runs, scale, tiling or _tiling(q))
-
-
-def _tiling(q: Tensor) -> Tiling:
-    if q.element_size() == 4:  # what fits into shared memory
-        return Tiling(rows=64, keys=32, stages=1, dq_rows=64, dq_keys=32, dq_stages=1, dkv_rows=16, dkv_stages=1)
-    return Tiling()
+    return _AnchoredAttention.apply(q, context_k, context_v, block_k, block_v, runs, scale, tiles)

@@ -8,21 +8,15 @@ from draftsmith.kernels.anchored_forward import tile_rows, whole_keys
 
 @triton.jit
 def _query_gradient(  # type: ignore[no-untyped-def]
-    q, grad, dq, lse, delta, key_ptr, value_ptr, key_stride, value_stride, begin, stop, first, end, limit, factor,
+    q, grad, dq, lse, delta, k_desc, v_desc, row, kv_head, begin, stop, first, end, factor,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    dims = tl.arange(0, DIM)
     for start in tl.range(begin, stop, BLOCK):
-        keys = start + tl.arange(0, BLOCK)
-        if MASKED:
-            inside = (keys < limit)[:, None]
-            k = tl.load(key_ptr + keys[:, None] * key_stride + dims[None, :], mask=inside, other=0.0)
-            v = tl.load(value_ptr + keys[:, None] * value_stride + dims[None, :], mask=inside, other=0.0)
-        else:
-            k = tl.load(key_ptr + keys[:, None] * key_stride + dims[None, :])
-            v = tl.load(value_ptr + keys[:, None] * value_stride + dims[None, :])
+        k = k_desc.load([row, kv_head, start, 0]).reshape(BLOCK, DIM)
+        v = v_desc.load([row, kv_head, start, 0]).reshape(BLOCK, DIM)
         p = tl.exp2(tl.dot(q, tl.trans(k)) * factor - lse[:, None])
         if MASKED:
+            keys = start + tl.arange(0, BLOCK)
             p = tl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None]), p, 0.0)
         ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq)
@@ -31,12 +25,10 @@ def _query_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def query_gradient_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, ck_ptr, cv_ptr, bk_ptr, bv_ptr, out_ptr, grad_ptr, lse_ptr, lse_grad_ptr, delta_ptr,
-    dq_ptr, dbk_ptr, dbv_ptr,
-    first_ptr, end_ptr, own_first_ptr, own_end_ptr,
-    q_row, q_head, q_slot, ck_row, ck_head, ck_token, cv_row, cv_head, cv_token,
-    bk_row, bk_head, bk_slot, bv_row, bv_head, bv_slot, out_row, out_head, out_slot, grad_row, grad_head, grad_slot,
-    dq_row, dq_head, dq_slot, dbk_row, dbk_head, dbk_slot, dbv_row, dbv_head, dbv_slot,
+    q_desc, grad_desc, ck_desc, cv_desc, bk_desc, bv_desc, out_ptr, lse_ptr, lse_grad_ptr, delta_ptr,
+    dq_ptr, dbk_ptr, dbv_ptr, first_ptr, end_ptr, own_first_ptr, own_end_ptr,
+    out_row, out_head, out_slot, dq_row, dq_head, dq_slot,
+    dbk_row, dbk_head, dbk_slot, dbv_row, dbv_head, dbv_slot,
     slots, context, kv_heads, factor, scale,
     HAS_LSE_GRAD: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
@@ -44,9 +36,10 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Gradients of queries, of the blocks' own keys and values, and what the other kernel needs of every row."""
     first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * STEP
-    kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    at = row * slots
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2)
+    wide = row.to(tl.int64)
+    at = wide * slots
     slot, head, there, first, end, own_first, own_end = tile_rows(
         first_slot, first_ptr + at, end_ptr + at, own_first_ptr + at, own_end_ptr + at, slots, context,
         STEP, GROUP, PADDED, ROWS,
@@ -54,12 +47,11 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, DIM)
     heads = kv_head * GROUP + head
     inside = there[:, None]
-    q = tl.load(q_ptr + row * q_row + (heads * q_head + slot * q_slot)[:, None] + dims[None, :], mask=inside, other=0.0)
-    out_at = row * out_row + (heads * out_head + slot * out_slot)[:, None] + dims[None, :]
-    grad_at = row * grad_row + (heads * grad_head + slot * grad_slot)[:, None] + dims[None, :]
-    grad = tl.load(grad_ptr + grad_at, mask=inside, other=0.0)
+    q = q_desc.load([row, kv_head, first_slot, 0, 0]).reshape(ROWS, DIM)
+    grad = grad_desc.load([row, kv_head, first_slot, 0, 0]).reshape(ROWS, DIM)
+    out_at = wide * out_row + (heads * out_head + slot * out_slot)[:, None] + dims[None, :]
     out = tl.load(out_ptr + out_at, mask=inside, other=0.0)
-    row_at = (row * kv_heads * GROUP + heads) * slots + slot
+    row_at = ((wide * kv_heads + kv_head) * slots + slot) * GROUP + head
     lse = tl.load(lse_ptr + row_at, mask=there, other=float("inf"))
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_LSE_GRAD:
@@ -70,58 +62,48 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     # The block's own keys: no other row sees them.
     keys = first_slot + tl.arange(0, OWN)
     own = (keys < first_slot + STEP) & (keys < slots)
-    bk_at = row * bk_row + kv_head * bk_head + keys[:, None] * bk_slot + dims[None, :]
-    bv_at = row * bv_row + kv_head * bv_head + keys[:, None] * bv_slot + dims[None, :]
-    k = tl.load(bk_ptr + bk_at, mask=own[:, None], other=0.0)
-    v = tl.load(bv_ptr + bv_at, mask=own[:, None], other=0.0)
+    k = bk_desc.load([row, kv_head, first_slot, 0]).reshape(OWN, DIM)
+    v = bv_desc.load([row, kv_head, first_slot, 0]).reshape(OWN, DIM)
     p = tl.exp2(tl.dot(q, tl.trans(k)) * factor - lse[:, None])
     p = tl.where((keys[None, :] >= own_first[:, None]) & (keys[None, :] < own_end[:, None]), p, 0.0)
     ds = (p * (tl.dot(grad, tl.trans(v)) - delta[:, None])).to(k.dtype)
     dv = tl.dot(tl.trans(p.to(grad.dtype)), grad)
-    dbv_at = row * dbv_row + kv_head * dbv_head + keys[:, None] * dbv_slot + dims[None, :]
+    dbv_at = wide * dbv_row + kv_head * dbv_head + keys[:, None] * dbv_slot + dims[None, :]
     tl.store(dbv_ptr + dbv_at, dv.to(dbv_ptr.dtype.element_ty), mask=own[:, None])
     dk = tl.dot(tl.trans(ds), q) * scale
-    dbk_at = row * dbk_row + kv_head * dbk_head + keys[:, None] * dbk_slot + dims[None, :]
+    dbk_at = wide * dbk_row + kv_head * dbk_head + keys[:, None] * dbk_slot + dims[None, :]
     tl.store(dbk_ptr + dbk_at, dk.to(dbk_ptr.dtype.element_ty), mask=own[:, None])
     dq = tl.dot(ds, k)
 
     low = tl.min(first, 0) // KEYS * KEYS
     high = tl.max(end, 0)
     begin, stop = whole_keys(first, end, there, low, high, KEYS)
-    key_ptr, value_ptr = ck_ptr + row * ck_row + kv_head * ck_head, cv_ptr + row * cv_row + kv_head * cv_head
     dq = _query_gradient(
-        q, grad, dq, lse, delta, key_ptr, value_ptr, ck_token, cv_token, low, begin, first, end, context, factor,
-        True, KEYS, DIM,
-    )  # fmt: skip
+        q, grad, dq, lse, delta, ck_desc, cv_desc, row, kv_head, low, begin, first, end, factor, True, KEYS, DIM
+    )
     dq = _query_gradient(
-        q, grad, dq, lse, delta, key_ptr, value_ptr, ck_token, cv_token, begin, stop, first, end, context, factor,
-        False, KEYS, DIM,
-    )  # fmt: skip
+        q, grad, dq, lse, delta, ck_desc, cv_desc, row, kv_head, begin, stop, first, end, factor, False, KEYS, DIM
+    )
     dq = _query_gradient(
-        q, grad, dq, lse, delta, key_ptr, value_ptr, ck_token, cv_token, stop, high, first, end, context, factor,
-        True, KEYS, DIM,
-    )  # fmt: skip
-    dq_at = row * dq_row + (heads * dq_head + slot * dq_slot)[:, None] + dims[None, :]
+        q, grad, dq, lse, delta, ck_desc, cv_desc, row, kv_head, stop, high, first, end, factor, True, KEYS, DIM
+    )
+    dq_at = wide * dq_row + (heads * dq_head + slot * dq_slot)[:, None] + dims[None, :]
     tl.store(dq_ptr + dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _key_gradient(  # type: ignore[no-untyped-def]
-    k, v, dk, dv, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr,
-    q_head, q_slot, grad_head, grad_slot, begin, stop, slots, factor,
+    k, v, dk, dv, keys, q_desc, grad_desc, lse_ptr, delta_ptr, first_ptr, end_ptr, row, kv_head, begin, stop, factor,
     MASKED: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    dims = tl.arange(0, DIM)
     index = tl.arange(0, ROWS)
     head = index % PADDED
     for start in tl.range(begin, stop, ROWS // PADDED):
         slot = start + index // PADDED
         there = (slot < stop) & (head < GROUP)
-        q = tl.load(q_ptr + (head * q_head + slot * q_slot)[:, None] + dims[None, :], mask=there[:, None], other=0.0)
-        grad = tl.load(
-            grad_ptr + (head * grad_head + slot * grad_slot)[:, None] + dims[None, :], mask=there[:, None], other=0.0
-        )
-        row_at = head * slots + slot
+        q = q_desc.load([row, kv_head, start, 0, 0]).reshape(ROWS, DIM)
+        grad = grad_desc.load([row, kv_head, start, 0, 0]).reshape(ROWS, DIM)
+        row_at = slot * GROUP + head
         lse = tl.load(lse_ptr + row_at, mask=there, other=float("inf"))
         delta = tl.load(delta_ptr + row_at, mask=there, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q)) * factor - lse[None, :])  # [keys, rows]
@@ -137,17 +119,16 @@ def _key_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def key_gradient_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, ck_ptr, cv_ptr, grad_ptr, lse_ptr, delta_ptr, dck_ptr, dcv_ptr,
-    first_ptr, end_ptr, by_key_ptr,
-    q_row, q_head, q_slot, ck_row, ck_head, ck_token, cv_row, cv_head, cv_token, grad_row, grad_head, grad_slot,
+    q_desc, grad_desc, ck_desc, cv_desc, lse_ptr, delta_ptr, dck_ptr, dcv_ptr, first_ptr, end_ptr, by_key_ptr,
     dck_row, dck_head, dck_token, dcv_row, dcv_head, dcv_token,
     slots, context, kv_heads, factor, scale,
     GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the context's keys and values: a program for every tile of them, over the slots that see it."""
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2)
+    wide = row.to(tl.int64)
     bounds_ptr = by_key_ptr + (row * tl.num_programs(0) + tile) * 4
     begin, stop = tl.load(bounds_ptr), tl.load(bounds_ptr + 1)
     whole_begin, whole_stop = tl.load(bounds_ptr + 2), tl.load(bounds_ptr + 3)
@@ -156,34 +137,28 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
     keys = tile * KEYS + tl.arange(0, KEYS)
     inside = (keys < context)[:, None]
     dims = tl.arange(0, DIM)
-    k = tl.load(
-        ck_ptr + row * ck_row + kv_head * ck_head + keys[:, None] * ck_token + dims[None, :], mask=inside, other=0.0
-    )
-    v = tl.load(
-        cv_ptr + row * cv_row + kv_head * cv_head + keys[:, None] * cv_token + dims[None, :], mask=inside, other=0.0
-    )
+    k = ck_desc.load([row, kv_head, tile * KEYS, 0]).reshape(KEYS, DIM)
+    v = cv_desc.load([row, kv_head, tile * KEYS, 0]).reshape(KEYS, DIM)
     dk = tl.zeros((KEYS, DIM), tl.float32)
     dv = tl.zeros((KEYS, DIM), tl.float32)
-    heads = kv_head * GROUP
-    q_ptr += row * q_row + heads * q_head
-    grad_ptr += row * grad_row + heads * grad_head
-    lse_ptr += (row * kv_heads * GROUP + heads) * slots
-    delta_ptr += (row * kv_heads * GROUP + heads) * slots
-    first_ptr += row * slots
-    end_ptr += row * slots
+    rows_at = (wide * kv_heads + kv_head) * GROUP * slots
+    lse_ptr += rows_at
+    delta_ptr += rows_at
+    first_ptr += wide * slots
+    end_ptr += wide * slots
     dk, dv = _key_gradient(
-        k, v, dk, dv, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr,
-        q_head, q_slot, grad_head, grad_slot, begin, whole_begin, slots, factor, True, GROUP, PADDED, ROWS, DIM,
+        k, v, dk, dv, keys, q_desc, grad_desc, lse_ptr, delta_ptr, first_ptr, end_ptr, row, kv_head,
+        begin, whole_begin, factor, True, GROUP, PADDED, ROWS, DIM,
     )  # fmt: skip
     dk, dv = _key_gradient(
-        k, v, dk, dv, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr,
-        q_head, q_slot, grad_head, grad_slot, whole_begin, whole_stop, slots, factor, False, GROUP, PADDED, ROWS, DIM,
+        k, v, dk, dv, keys, q_desc, grad_desc, lse_ptr, delta_ptr, first_ptr, end_ptr, row, kv_head,
+        whole_begin, whole_stop, factor, False, GROUP, PADDED, ROWS, DIM,
     )  # fmt: skip
     dk, dv = _key_gradient(
-        k, v, dk, dv, keys, q_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr,
-        q_head, q_slot, grad_head, grad_slot, whole_stop, stop, slots, factor, True, GROUP, PADDED, ROWS, DIM,
+        k, v, dk, dv, keys, q_desc, grad_desc, lse_ptr, delta_ptr, first_ptr, end_ptr, row, kv_head,
+        whole_stop, stop, factor, True, GROUP, PADDED, ROWS, DIM,
     )  # fmt: skip
-    dck_at = row * dck_row + kv_head * dck_head + keys[:, None] * dck_token + dims[None, :]
+    dck_at = wide * dck_row + kv_head * dck_head + keys[:, None] * dck_token + dims[None, :]
     tl.store(dck_ptr + dck_at, (dk * scale).to(dck_ptr.dtype.element_ty), mask=inside)
-    dcv_at = row * dcv_row + kv_head * dcv_head + keys[:, None] * dcv_token + dims[None, :]
+    dcv_at = wide * dcv_row + kv_head * dcv_head + keys[:, None] * dcv_token + dims[None, :]
     tl.store(dcv_ptr + dcv_at, dv.to(dcv_ptr.dtype.element_ty), mask=inside)

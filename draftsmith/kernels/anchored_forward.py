@@ -1,4 +1,11 @@
-"""The forward kernel of `anchored_attention`, and what its kernels share."""
+"""The forward kernel of `anchored_attention`, and what its kernels share.
+
+Tensors come as descriptors, so that tiles are copied by the GPU's own copy engine where it has one: no addresses are
+held in registers, of which these kernels have too few. What lies outside of a tensor reads as 0.
+
+    queries, gradients of outputs   [R, kv_heads, T, GROUP, d]   tiles [1, 1, slots, PADDED, d]
+    keys, values                    [R, kv_heads, S or T, d]     tiles [1, 1, keys, d]
+"""
 
 import triton
 import triton.language as tl
@@ -33,27 +40,23 @@ def whole_keys(first, end, there, low, high, BLOCK: tl.constexpr):  # type: igno
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, acc, top, total, key_ptr, value_ptr, key_stride, value_stride, begin, stop, first, end, limit, factor,
+    q, acc, top, total, k_desc, v_desc, row, kv_head, begin, stop, first, end, factor,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    dims = tl.arange(0, DIM)
     for start in tl.range(begin, stop, BLOCK):
-        keys = start + tl.arange(0, BLOCK)
+        k = k_desc.load([row, kv_head, start, 0]).reshape(BLOCK, DIM)
+        v = v_desc.load([row, kv_head, start, 0]).reshape(BLOCK, DIM)
+        scores = tl.dot(q, tl.trans(k))
         if MASKED:
-            inside = (keys < limit)[:, None]
-            k = tl.load(key_ptr + keys[:, None] * key_stride + dims[None, :], mask=inside, other=0.0)
-            v = tl.load(value_ptr + keys[:, None] * value_stride + dims[None, :], mask=inside, other=0.0)
-        else:
-            k = tl.load(key_ptr + keys[:, None] * key_stride + dims[None, :])
-            v = tl.load(value_ptr + keys[:, None] * value_stride + dims[None, :])
-        scores = tl.dot(q, tl.trans(k)) * factor
-        if MASKED:
+            keys = start + tl.arange(0, BLOCK)
             seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        raised = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen nothing yet stays at -inf, whose difference from itself is no number.
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        p = tl.exp2(scores - base[:, None])
+        raised = tl.maximum(top, tl.max(scores, 1) * factor)
+        base = raised
+        if MASKED:
+            # A row that has seen nothing yet stays at -inf, whose difference from itself is no number.
+            base = tl.where(raised == float("-inf"), 0.0, raised)
+        p = tl.exp2(scores * factor - base[:, None])  # one instruction before the exponential
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(p, 1)
         acc = acc * keep[:, None]
@@ -64,54 +67,45 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, ck_ptr, cv_ptr, bk_ptr, bv_ptr, out_ptr, lse_ptr,
-    first_ptr, end_ptr, own_first_ptr, own_end_ptr,
-    q_row, q_head, q_slot, ck_row, ck_head, ck_token, cv_row, cv_head, cv_token,
-    bk_row, bk_head, bk_slot, bv_row, bv_head, bv_slot, out_row, out_head, out_slot,
+    q_desc, ck_desc, cv_desc, bk_desc, bv_desc, out_ptr, lse_ptr,
+    first_ptr, end_ptr, own_first_ptr, own_end_ptr, out_row, out_head, out_slot,
     slots, context, kv_heads, factor,
     STEP: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     # Later tiles have longer contexts: they go first.
     first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * STEP
-    kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
-    at = row * slots
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2)
+    wide = row.to(tl.int64)
+    at = wide * slots
     slot, head, there, first, end, own_first, own_end = tile_rows(
         first_slot, first_ptr + at, end_ptr + at, own_first_ptr + at, own_end_ptr + at, slots, context,
         STEP, GROUP, PADDED, ROWS,
     )  # fmt: skip
-    dims = tl.arange(0, DIM)
-    heads = kv_head * GROUP + head
-    q = tl.load(
-        q_ptr + row * q_row + (heads * q_head + slot * q_slot)[:, None] + dims[None, :], mask=there[:, None], other=0.0
-    )
+    q = q_desc.load([row, kv_head, first_slot, 0, 0]).reshape(ROWS, DIM)
     acc = tl.zeros((ROWS, DIM), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc, top, total = _attend(
-        q, acc, top, total, bk_ptr + row * bk_row + kv_head * bk_head, bv_ptr + row * bv_row + kv_head * bv_head,
-        bk_slot, bv_slot, first_slot, first_slot + OWN, own_first, own_end, slots, factor, True, OWN, DIM,
+        q, acc, top, total, bk_desc, bv_desc, row, kv_head, first_slot, first_slot + OWN, own_first, own_end, factor,
+        True, OWN, DIM,
     )  # fmt: skip
     low = tl.min(first, 0) // KEYS * KEYS
     high = tl.max(end, 0)
     begin, stop = whole_keys(first, end, there, low, high, KEYS)
-    key_ptr, value_ptr = ck_ptr + row * ck_row + kv_head * ck_head, cv_ptr + row * cv_row + kv_head * cv_head
     acc, top, total = _attend(
-        q, acc, top, total, key_ptr, value_ptr, ck_token, cv_token, low, begin, first, end, context, factor,
-        True, KEYS, DIM,
-    )  # fmt: skip
+        q, acc, top, total, ck_desc, cv_desc, row, kv_head, low, begin, first, end, factor, True, KEYS, DIM
+    )
     acc, top, total = _attend(
-        q, acc, top, total, key_ptr, value_ptr, ck_token, cv_token, begin, stop, first, end, context, factor,
-        False, KEYS, DIM,
-    )  # fmt: skip
+        q, acc, top, total, ck_desc, cv_desc, row, kv_head, begin, stop, first, end, factor, False, KEYS, DIM
+    )
     acc, top, total = _attend(
-        q, acc, top, total, key_ptr, value_ptr, ck_token, cv_token, stop, high, first, end, context, factor,
-        True, KEYS, DIM,
-    )  # fmt: skip
+        q, acc, top, total, ck_desc, cv_desc, row, kv_head, stop, high, first, end, factor, True, KEYS, DIM
+    )
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(
-        out_ptr + row * out_row + (heads * out_head + slot * out_slot)[:, None] + dims[None, :],
-        out.to(out_ptr.dtype.element_ty), mask=there[:, None],
-    )  # fmt: skip
-    tl.store(lse_ptr + (row * kv_heads * GROUP + heads) * slots + slot, top + tl.log2(total), mask=there)
+    heads = kv_head * GROUP + head
+    out_at = wide * out_row + (heads * out_head + slot * out_slot)[:, None] + tl.arange(0, DIM)[None, :]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=there[:, None])
+    lse_at = ((wide * kv_heads + kv_head) * slots + slot) * GROUP + head
+    tl.store(lse_ptr + lse_at, top + tl.log2(total), mask=there)

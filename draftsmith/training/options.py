@@ -58,8 +58,8 @@ class TrainOptions(_Section):
     auto: bf16 on CUDA, fp32 on the CPU."""
     attention: Literal["auto", "dense", "flex", "anchored"] = "auto"
     """dense: scaled dot product attention with a dense mask. flex: flex_attention. anchored: kernels made for blocks
-    over contexts. auto: dense on the CPU; on CUDA anchored where the kernels take the draft's heads and the precision,
-    else flex."""
+    over contexts. auto: dense on the CPU; on CUDA anchored where the kernels take the draft's heads and blocks and the
+    precision, else flex."""
     data_workers: Annotated[int, Field(ge=0)] | None = None
     """Processes that read and pack batches ahead of training. None: 4 on CUDA, 0 on the CPU."""
     parallel: Literal["ddp", "fsdp"] = "ddp"

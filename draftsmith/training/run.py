@@ -14,8 +14,9 @@ from accelerate.utils import ProjectConfiguration
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.build import TargetFacts
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.blocks.anchored import takes
+from draftsmith.blocks.anchored import check_anchored, takes
 from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.check import check_store
@@ -153,7 +154,7 @@ def train(
         draft.to(device, torch.float32),
         _ends_for(ends, device, autocast),
         method.objective(config, draft_section),
-        attention=_resolved_attention(options, device, config.head_dim, autocast),
+        attention=_resolved_attention(options, device, config, autocast),
         autocast=autocast,
         recompute=options.gradient_checkpointing,
         compile_layers=device.type == "cuda" if options.compile == "auto" else options.compile,
@@ -257,13 +258,17 @@ def _resolved_precision(options: TrainOptions, device: torch.device) -> str:
 
 
 def _resolved_attention(
-    options: TrainOptions, device: torch.device, head_dim: int, autocast: torch.dtype | None
+    options: TrainOptions, device: torch.device, config: DraftConfig, autocast: torch.dtype | None
 ) -> AttentionBackend:
+    group = config.num_attention_heads // config.num_key_value_heads
     if options.attention != "auto":
-        return AttentionBackend(options.attention)
+        attention = AttentionBackend(options.attention)
+        if attention is AttentionBackend.ANCHORED:
+            check_anchored(config.head_dim, group, config.block_size)
+        return attention
     attention = AttentionBackend.DENSE
     if device.type == "cuda":
-        taken = takes(head_dim, autocast or torch.float32)
+        taken = takes(config.head_dim, autocast or torch.float32, group, config.block_size)
         attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX
     _log.info("train.attention: auto -> %s on %s", attention, device)
     return attention

@@ -6,14 +6,14 @@ from draftsmith.blocks.anchored import anchored_attention
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_attention
 from draftsmith.drafts.attention import AttentionKind
-from draftsmith.kernels import anchored_attention as kernels
+from draftsmith.kernels.anchored_attention import Tiling
 from tests.blocks.packed import anchors_of, blocks_of, pack, random_document
 
-SMALL = kernels.Tiling(rows=32, keys=16, dq_rows=16, dq_keys=16, dkv_rows=16)
+# Several tiles at sizes that the interpreter gets through.
+SMALL = Tiling(rows=32, keys=16, dq_rows=16, dq_keys=16, dkv_rows=16, dkv_keys=16)
 
 
 def main() -> None:
-    kernels._tiling = lambda q: SMALL  # several tiles at sizes that the interpreter gets through
     generator = torch.Generator().manual_seed(3)
     plain, sunk = (AttentionKind(None, False), None), (AttentionKind(7, True), torch.linspace(-1, 2, 3))
     for block_size, heads, kv_heads, (kind, sinks) in ((5, 4, 2, plain), (4, 3, 1, sunk)):
@@ -24,12 +24,12 @@ def main() -> None:
         assert not blocks.valid.all()
         slots = blocks.anchors.shape[1] * block_size
         shapes = ((heads, slots), (kv_heads, 37), (kv_heads, 37), (kv_heads, slots), (kv_heads, slots))
-        tensors = [torch.randn(2, h, n, 16, generator=generator) for h, n in shapes]
-        grad = torch.randn(2, heads, slots, 16, generator=generator)
+        tensors = [torch.randn(2, n, h, 16, generator=generator).transpose(1, 2) for h, n in shapes]
+        grad = torch.randn(2, heads, slots, 17, generator=generator)[..., 1:]  # what a descriptor cannot describe
         results = []
         for attend in (
             dense_attention(blocks, batch.document, [kind]),
-            anchored_attention(blocks, batch.document, [kind], keys=16),
+            anchored_attention(blocks, batch.document, [kind], SMALL),
         ):
             leaves = [tensor.clone().requires_grad_() for tensor in tensors]
             sink = None if sinks is None else sinks.clone().requires_grad_()
@@ -39,7 +39,7 @@ def main() -> None:
         for wanted, found in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     # What no slot may see changes nothing, what one sees does.
-    attend = anchored_attention(blocks, batch.document, [kind], keys=16)
+    attend = anchored_attention(blocks, batch.document, [kind], SMALL)
     before = attend(*tensors, kind=kind, scale=0.3, sinks=None)
     anchor = int(blocks.anchors[0].max())
     for index, changes in ((anchor, False), (anchor - 1, True)):
@@ -50,5 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    kernels.KEYS = 16
     main()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from draftsmith.blocks.anchored import AnchoredBlockAttention, anchored_attention, takes
+from draftsmith.blocks.anchored import anchored_attention, takes
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_mask
 from draftsmith.blocks.sight import sight
@@ -36,7 +36,7 @@ def test_the_slots_of_a_tile_of_keys_are_those_of_the_mask(kind):
     blocks = blocks_of(batch, layout, anchors_of(batch, layout, 12))
     seen = sight(blocks, batch.document, kind)
     mask = dense_mask(seen)[:, 0, :, :110]  # [R, Q, S]
-    by_key = anchored_attention(blocks, batch.document, [kind], keys=16).runs[kind].by_key
+    by_key = anchored_attention(blocks, batch.document, [kind]).runs(kind, 16).by_key
     some = 0
     for row in range(2):
         for tile in range(7):
@@ -51,14 +51,29 @@ def test_the_slots_of_a_tile_of_keys_are_those_of_the_mask(kind):
 
 
 def test_what_the_kernels_take():
-    assert takes(128, torch.bfloat16)
-    assert takes(64, torch.float16)
-    assert not takes(96, torch.bfloat16)
-    assert not takes(128, torch.float32)
-    attend = AnchoredBlockAttention({})
-    q = torch.zeros(1, 1, 4, 24)
-    with pytest.raises(DraftsmithError, match="and these have 24; use 'flex'"):
-        attend(q, q, q, q, q, kind=AttentionKind(None, False), scale=1.0, sinks=None)
-    q = torch.zeros(1, 1, 4, 16)
+    assert takes(128, torch.bfloat16, group=4, block_size=16)
+    assert takes(64, torch.float16, group=3, block_size=32)
+    assert takes(16, torch.bfloat16, group=8, block_size=9)
+    assert not takes(96, torch.bfloat16, group=1, block_size=8)
+    assert not takes(256, torch.bfloat16, group=1, block_size=8)
+    assert not takes(128, torch.float32, group=4, block_size=16)
+    assert not takes(128, torch.bfloat16, group=8, block_size=17)
+    assert not takes(128, torch.bfloat16, group=9, block_size=16)
+
+
+def test_what_they_do_not_take_is_refused():
+    generator = torch.Generator().manual_seed(2)
+    layout = BlockLayout(BlockKind.ANCHOR_KNOWN, 5)
+    batch = pack([[random_document(generator, "0", 20)]], 20)
+    blocks = blocks_of(batch, layout, anchors_of(batch, layout, 3))
+    kind = AttentionKind(None, False)
+    attend = anchored_attention(blocks, batch.document, [kind])
+    q = torch.zeros(1, 1, 15, 24)
+    with pytest.raises(DraftsmithError, match=r"these have 24; use 'flex' \(train.attention=flex\)"):
+        attend(q, q, q, q, q, kind=kind, scale=1.0, sinks=None)
+    q = torch.zeros(1, 17, 15, 16)
+    with pytest.raises(DraftsmithError, match="5 slots x 17 heads, each rounded up to a power of two, make 256"):
+        attend(q, q[:, :1], q[:, :1], q[:, :1], q[:, :1], kind=kind, scale=1.0, sinks=None)
+    q = torch.zeros(1, 1, 15, 16)
     with pytest.raises(DraftsmithError, match="no attention runs for layers of"):
-        attend(q, q, q, q, q, kind=AttentionKind(None, False), scale=1.0, sinks=None)
+        attend(q, q, q, q, q, kind=AttentionKind(3, False), scale=1.0, sinks=None)

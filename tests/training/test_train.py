@@ -375,3 +375,10 @@ def test_infinite_numbers_are_refused(name):
 def test_unknown_options_are_errors():
     with pytest.raises(ValidationError, match="learning_rate"):
         options(learning_rate=1.0)
+
+
+def test_attention_that_blocks_do_not_fit_is_refused_before_training(target, store, run_dir):
+    asked = section(head_dim=16, block_size=70, num_attention_heads=2, num_key_value_heads=1)
+    with pytest.raises(DraftsmithError, match=r"70 slots x 2 heads.* make 256; use 'flex'"):
+        run(target, store, run_dir, options(attention="anchored"), asked)
+    assert not run_dir.exists()
