@@ -117,9 +117,12 @@ def test_the_rule_never_changes_the_token(
     assert not (upper_bounds(base, row_norms(weight), latent) < scores).any()
 
 
-@pytest.mark.parametrize(("maker", "batch", "rank"), [(maker, 1, 24) for maker in MAKERS] + [(ties, 3, 7)])
-def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, rank: int) -> None:
-    base, weight, latent = operands(maker, batch, 603, rank, seed=batch, spread=0.2)
+KERNEL_CASES = [(maker, 1, 347, 24) for maker in MAKERS] + [(ties, 3, 347, 7), (ordinary, 8, 129, 5), (ties, 33, 64, 3)]
+
+
+@pytest.mark.parametrize(("maker", "batch", "vocab", "rank"), KERNEL_CASES)
+def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab: int, rank: int) -> None:
+    base, weight, latent = operands(maker, batch, vocab, rank, seed=batch, spread=0.2)
     few = leaders(base)
     assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
     pruned, dense = new_keys(batch, device=CPU), new_keys(batch, device=CPU)
@@ -134,15 +137,16 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, rank: 
     if maker is clear_top:
         assert (read <= 2).all()
     if maker is equal_rows:
-        assert (read == 603).all()
+        assert (read == vocab).all()
     # Mutated: a row of W2 that should win, does, from wherever.
     if maker is not huge_norms:
-        weight[577] = 1e3 * latent[0] if latent[0].any() else 1.0
-        base[0, 577] = 2e4
+        winner = vocab - 17
+        weight[winner] = 1e3 * latent[0] if latent[0].any() else 1.0
+        base[0, winner] = 2e4
         again = new_keys(batch, device=CPU)
         few = leaders(base)
         pruned_low_rank_argmax(base, weight, latent, again, norms=row_norms(weight), leaders=few, span=256)
-        assert int(key_ids(again)[0]) == 577
+        assert int(key_ids(again)[0]) == winner
 
 
 def test_norms_that_are_too_small_would_lose_the_token() -> None:
