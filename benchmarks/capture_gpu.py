@@ -191,17 +191,18 @@ def stored(
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     batches = len(clock.times)
-    first = min(BEGINNING, batches - 2)
-    quarters = [first + round((batches - 1 - first) * part / 4) for part in range(5)]
+    # A batch is handed over once the next one is launched, the last one at once: it is none to measure up to.
+    first, last = min(BEGINNING, batches - 3), batches - 2
+    quarters = [first + round((last - first) * part / 4) for part in range(5)]
     return {
-        "steady_tokens_per_second": round(clock.rate(first, batches - 1)),
+        "steady_tokens_per_second": round(clock.rate(first, last)),
         "steady_to_the_last_sync": round(clock.rest(first, end)),
         "quarters": [round(clock.rate(one, two)) for one, two in pairwise(quarters) if two > one],
         "whole_tokens_per_second": round(report.manifest.tokens / report.seconds),
         "seconds": round(report.seconds, 2),
         "gib": round(report.manifest.bytes / GIB, 2),
         "gib_per_second_steady": round(
-            clock.rate(first, batches - 1) * report.manifest.bytes / report.manifest.tokens / GIB, 3
+            clock.rate(first, last) * report.manifest.bytes / report.manifest.tokens / GIB, 3
         ),
         "batches": batches,
         "shards": len(report.manifest.shards),
