@@ -1,5 +1,7 @@
 """Kernels of sequential heads, in the interpreter, against plain references."""
 
+from typing import Any
+
 import pytest
 import torch
 from scipy import stats
@@ -106,7 +108,7 @@ def test_sampling_equals_the_reference(dtype: torch.dtype, batch: int) -> None:
     temperature = cycle(0.6, 0.0, 1.0, 1e-38, 2.5)
     seeds, positions = cycle(0, 2**62 + 5, 7, -3, 9), cycle(0, 2**32 - 1, 5, 6, 7)
     keys, scores = new_keys(batch, device=CPU), torch.empty(batch, 203)
-    chosen = {"temperature": temperature, "seeds": seeds, "positions": positions}
+    chosen: dict[str, Any] = {"temperature": temperature, "seeds": seeds, "positions": positions}
     low_rank_sample(base, weight, latent, keys, scores, draw=2, **chosen)
     noise = gumbel_noise(seeds, positions, 2, 203)
     expected, expected_scores = low_rank_sample_reference(base, weight, latent, noise, temperature)
@@ -158,7 +160,7 @@ def test_prefix_step(dtype: torch.dtype, batch: int, hidden: int, width: int, ra
     whole, from_hidden, state = 0.3 * draw(rank, hidden + width), draw(batch, 3, rank)[:, 1], draw(batch, width)
     ids = torch.randint(99, (batch,), generator=generator)
     keys, gates_h = pack_keys(torch.zeros(batch), ids), state.float() @ weight_hh.float().T
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 3e-3}
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 3e-3}
     rest = (gates_h, state, from_hidden, whole[:, hidden:], weight_hh)
 
     gates_i = inputs.input_gates(keys, embedding, weight_ih, scale=1.5, splits=3, depth=16)
