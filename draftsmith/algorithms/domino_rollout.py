@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftsmith.algorithms.algorithm import Proposals, TokenSampler
-from draftsmith.algorithms.rollout import Derived, RowSampling, VocabularyPart
+from draftsmith.algorithms.rollout import Derived, KeyedSampler, VocabularyPart
 from draftsmith.algorithms.search import BlockSearch, Search, base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
@@ -79,7 +79,7 @@ class KeyedDominoProposer:
         head = cast(DominoHead, self.draft.head)
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         base = base_logits(self.draft, slots, self.part_ends, self.kernels)
-        block = self.search.block(base, anchor_ids, cast(RowSampling, sampler))
+        block = self.search.block(base, anchor_ids, cast(KeyedSampler, sampler))
         width = head.prefix_gru.hidden_size
         # W1 [h; s] = W1_h h + W1_s s, the first for all slots at once.
         for_hidden, for_state = cast(nn.Linear, head.embed_proj[0]).weight.split((slots.shape[-1], width), dim=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Proposals, TokenSampler
-from draftsmith.algorithms.rollout import RowSampling, VocabularyPart
+from draftsmith.algorithms.rollout import KeyedSampler, VocabularyPart
 from draftsmith.algorithms.search import Search, base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
@@ -59,7 +59,7 @@ class KeyedDSparkProposer:
         markov = head.markov_head
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         base = base_logits(self.draft, slots, self.part_ends, self.search.kernels)
-        block = self.search.block(base, anchor_ids, cast(RowSampling, sampler))
+        block = self.search.block(base, anchor_ids, cast(KeyedSampler, sampler))
         state = slots.new_zeros(slots.shape[0], markov.rank)
         for step in range(self.num_proposals):
             if markov.latent_is_embedding:

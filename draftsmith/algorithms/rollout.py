@@ -64,7 +64,7 @@ def decoding_options(method: str, kind: type[OptionsType], given: dict[str, Any]
         raise DraftsmithError(describe(error, f"the decoding options of {method}", kind.model_fields)) from None
 
 
-class RowSampling(Protocol):
+class KeyedSampler(Protocol):
     """What `dense` and `pruned` ask of the engine's sampler.
 
     greedy: whether every row takes its most likely token; temperature [batch] fp32, 0 in such rows; filtered [batch]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftsmith.algorithms.rollout import Derived, RowSampling, VocabularyPart
+from draftsmith.algorithms.rollout import Derived, KeyedSampler, VocabularyPart
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels import low_rank_argmax as dense
@@ -49,7 +49,7 @@ class Search:
         norms = Derived(lambda: (own(),), pruning.row_norms) if pruned else None
         return cls(own, norms, part, kernels)
 
-    def block(self, base: Tensor, anchor_ids: Tensor, sampler: RowSampling) -> "BlockSearch":
+    def block(self, base: Tensor, anchor_ids: Tensor, sampler: KeyedSampler) -> "BlockSearch":
         """Begins a block: base [batch, P, n], the slots' logits; anchor_ids [batch] int64."""
         return BlockSearch(self, base, anchor_ids, sampler)
 
@@ -77,7 +77,7 @@ def _check_rank(weight: Tensor, pruned: bool) -> None:
 class BlockSearch:
     """One block in the making: `keys` [P + 1, batch], the anchor's and then each step's best."""
 
-    def __init__(self, search: Search, base: Tensor, anchor_ids: Tensor, sampler: RowSampling) -> None:
+    def __init__(self, search: Search, base: Tensor, anchor_ids: Tensor, sampler: KeyedSampler) -> None:
         self.search, self.base, self.sampler = search, base, sampler
         batch, steps, _ = base.shape
         self.weight = search.weight()
