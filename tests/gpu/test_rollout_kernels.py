@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 
 from draftsmith.kernels import input_gates as inputs
 from draftsmith.kernels import prefix_gru
+from draftsmith.kernels.few_states import few_states_logits
 from draftsmith.kernels.keys import key_ids, key_scores, pack_keys
 from draftsmith.kernels.low_rank_argmax import (
     low_rank_argmax,
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [pytest.param(dtype, id=str(dtype)[6:]) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 BATCHES = [1, 3, 8, 33]
-SIZES = [(1003, 24), (20011, 256), (5000, 130)]
+SIZES = [(1003, 24), (20011, 256), (5000, 130), (3001, 300)]
 DEVICE = torch.device("cuda")
 
 
@@ -148,3 +149,18 @@ def test_prefix_gru(dtype: torch.dtype, batch: int, width: int, hidden: int) -> 
         torch.testing.assert_close(found, wanted, **close)
     other = prefix_gru.advance(table, *rest, previous=pack_keys(torch.zeros(batch, device=DEVICE), (ids + 1) % 99))
     assert not any(torch.equal(found, wanted) for found, wanted in zip(other, from_table, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 3, 8, 33])
+@pytest.mark.parametrize(("vocab", "inner"), [(1003, 72), (20011, 576)])
+def test_few_states(dtype: torch.dtype, count: int, vocab: int, inner: int) -> None:
+    states = torch.randn(count, inner, device=DEVICE).to(dtype)
+    head = (torch.randn(vocab, inner, device=DEVICE) * inner**-0.5).to(dtype)
+    found, exact = few_states_logits(states, head), states.double() @ head.double().T
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+    head[vocab - 1] += 1.0
+    changed = few_states_logits(states, head)
+    assert not torch.equal(changed[:, -1], found[:, -1])
+    assert torch.equal(changed[:, :-1], found[:, :-1])
