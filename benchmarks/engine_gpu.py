@@ -332,7 +332,7 @@ class Bench:
         prompt = torch.randint(VOCABULARY - 1, (1, 512), device="cuda")
         with torch.no_grad():
             dflash_generate(theirs, self.target.model, prompt, 4, None, return_stats=True)
-            stats = dflash_generate(theirs, self.target.model, prompt, 12, None, return_stats=True)
+            stats = dflash_generate(theirs, self.target.model, prompt, 32, None, return_stats=True)
         cycles = len(stats.acceptance_lengths)
         total = stats.time_per_output_token * stats.num_output_tokens
         say(part="zlab", context=512, cycles=cycles, ms_per_cycle=round(total / cycles * 1e3, 2))

@@ -101,24 +101,16 @@ def _storage(draft: Draft, slots: int, max_length: int) -> Tensor:
 def block_attention(
     anchors: Tensor, max_length: int, block_size: int, kinds: Iterable[AttentionKind]
 ) -> DenseBlockAttention:
-    """Masks [batch, 1, B, max_length + B] of one block a row: the same visibility as in training (`blocks.masks`).
+    """Masks [batch, 1, B, max_length + B] of one block a row: the same visibility as in training (`blocks.sight`).
 
-    Slot k of the block anchored at a sees context positions in [0, a), in sliding layers from a + k - (W - 1) on; of
-    its own block every slot, in causal layers up to itself, in sliding layers less than W away.
+    Of the verified context, positions below the anchor, and of its own block, each slot sees what `AttentionKind.sees`
+    says.
     """
-    position = torch.arange(max_length, device=anchors.device)  # [S]
     slot = torch.arange(block_size, device=anchors.device)
-    verified = (position < anchors[:, None])[:, None, :].expand(-1, block_size, -1)  # [batch, B, S]
-    away = anchors[:, None, None] + slot[:, None] - position  # [batch, B, S]
-    apart = slot[:, None] - slot  # [B, B]
-
-    def mask(kind: AttentionKind) -> Tensor:
-        context, block = verified, torch.ones_like(apart, dtype=torch.bool)
-        if kind.window is not None:
-            context = context & (away < kind.window)
-            block = block & (apart.abs() < kind.window)
-        if kind.causal:
-            block = block & (apart >= 0)
-        return torch.cat((context, block.expand(len(anchors), -1, -1)), dim=-1).unsqueeze(1)
-
-    return DenseBlockAttention({kind: mask(kind) for kind in set(kinds)})
+    context = torch.arange(max_length, device=anchors.device)
+    blocks = anchors[:, None] + slot  # [batch, B] positions
+    verified = context < anchors[:, None]  # [batch, S]
+    there = torch.cat((verified, torch.ones_like(blocks, dtype=torch.bool)), dim=1)
+    keys = torch.cat((context.expand(len(anchors), -1), blocks), dim=1)
+    away = blocks[:, :, None] - keys[:, None]  # [batch, B, S + B]
+    return DenseBlockAttention({kind: (there[:, None] & kind.sees(away)).unsqueeze(1) for kind in set(kinds)})

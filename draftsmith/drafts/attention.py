@@ -18,6 +18,12 @@ class AttentionKind:
     window: int | None
     causal: bool
 
+    def sees(self, away: Tensor) -> Tensor:
+        """Whether a slot sees a key that lies `away` positions before its own (after it: negative), of its verified
+        context or its own block: int64 -> bool of the same shape."""
+        seen = away >= 0 if self.causal else torch.ones_like(away, dtype=torch.bool)
+        return seen if self.window is None else seen & (away.abs() < self.window)
+
 
 class BlockAttention(Protocol):
     """Attention of block slots over the context and their own block.

@@ -5,7 +5,6 @@ layers, the keys and values of the context, so that verified tokens become conte
 A block's own keys and values are written to the cache behind the context, where the next append overwrites them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +15,7 @@ from torch.nn import functional
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.drafts.backbone import Layer, SublayerWrapper
 from draftsmith.drafts.draft import Draft
+from draftsmith.kernels.joined import join_rows
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class FusedDraft:
             skinny_linear,
         )
 
-        self._skinny_linear = skinny_linear.skinny_linear
-        self._most_rows = skinny_linear.MAX_ROWS if skinny and draft.dtype != torch.float32 else 0
+        self._linear_or_addends = skinny_linear.linear_or_addends
+        self._skinny = skinny
         self._attention = block_attention.block_attention
         self._context_append = context_append.context_append
         self._gated_activation = gated_activation.gated_activation
@@ -67,8 +67,8 @@ class FusedDraft:
                 FusedLayer(
                     layer,
                     kind,
-                    qkv=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-                    gate_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                    qkv=_joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                    gate_up=_joined(layer.mlp.gate_proj, layer.mlp.up_proj),
                 )
                 for layer, kind in zip(layers, config.attention_kinds, strict=True)
             ]
@@ -141,37 +141,11 @@ class FusedDraft:
 
     def _product(self, x: Tensor, weight: Tensor, *, whole: bool = False) -> tuple[Tensor, bool]:
         """x W^T, and whether it comes as addends [S, ...], which `whole` forbids."""
-        if not whole and x.shape[0] * x.shape[1] <= self._most_rows:
-            return self._skinny_linear(x, weight), True
-        return functional.linear(x, weight), False
+        return self._linear_or_addends(x, weight, addends=self._skinny and not whole)
 
 
-def joined(*parts: nn.Linear) -> Tensor:
-    """One weight [sum of rows, H] for projections of the same input, whose own weights become views of it."""
-    weights = [part.weight for part in parts]
-    first = weights[0]
-    rows = sum(weight.shape[0] for weight in weights)
-    if _adjacent(weights):
-        return torch.as_strided(first.detach(), (rows, first.shape[1]), first.stride(), first.storage_offset())
-    whole = torch.cat([weight.detach() for weight in weights])
-    begin = 0
-    for weight in weights:
-        weight.data = whole[begin : begin + weight.shape[0]]
-        begin += weight.shape[0]
-    return whole
-
-
-def _adjacent(weights: Sequence[Tensor]) -> bool:
-    """Whether these contiguous matrices lie one behind the other in one storage: they were joined before."""
-    storage = weights[0].untyped_storage().data_ptr()
-    offset = weights[0].storage_offset()
-    for weight in weights:
-        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
-            return False
-        if not weight.is_contiguous():
-            return False
-        offset += weight.numel()
-    return True
+def _joined(*projections: nn.Linear) -> Tensor:
+    return join_rows([projection.weight for projection in projections])
 
 
 def _before(wrapper: nn.Module | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -74,7 +74,7 @@ def _visible(start: Tensor, width: int, length: int, causal: bool, window: int |
 def _attend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, position_ptr, sinks_ptr, partial_ptr, lse_ptr, out_ptr,
     q_stride_b, q_stride_h, q_stride_w, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    position_stride_b, position_stride_w, out_stride_b, out_stride_h, out_stride_w, scale, softcap, width,
+    position_stride_b, position_stride_w, out_stride_b, out_stride_h, out_stride_w, scale, unit, softcap, width,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -96,14 +96,18 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     dim_ok = dims < DIM
     positions = position_ptr + batch * position_stride_b
     query_position = tl.load(positions + slot * position_stride_w).to(tl.int32) + slot * STEP
-    # Keys from `first` to `end` are all that any query of this tile sees.
+    # Keys from `first` to `end` are all that any query of this tile sees; those below `common` are seen by each.
+    lowest = tl.min(tl.where(row_ok, query_position, 2147483647), 0)
     if CAUSAL:
         end = tl.max(tl.where(row_ok, query_position, -1), 0) + 1
+        common = lowest + 1
     else:
         end = tl.load(positions + (width - 1) * position_stride_w).to(tl.int32) + (width - 1) * STEP + 1
+        common = end
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(tl.min(tl.where(row_ok, query_position, 2147483647), 0) - (WINDOW - 1), 0)
+        first = tl.maximum(lowest - (WINDOW - 1), 0)
+        common = 0
     # This program's tiles of keys: those whose number leaves `split` when divided by SPLITS.
     first_tile = first // BLOCK_N
     low = (first_tile + (split + SPLITS - first_tile % SPLITS) % SPLITS) * BLOCK_N
@@ -132,21 +136,23 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         load_ok = (keys < end)[:, None] & dim_ok[None, :]
         k = tl.load(k_from + keys[:, None] * k_stride_n + dims[None, :], mask=load_ok, other=0.0)
         v = tl.load(v_from + keys[:, None] * v_stride_n + dims[None, :], mask=load_ok, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # in powers of two, unless capped
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_CAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1): saturates without overflow trouble at either end.
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0)) * 1.4426950408889634
-        distance = query_position[:, None] - keys[None, :]
-        visible = (keys < end)[None, :] & row_ok[:, None]
-        if CAUSAL:
-            visible = visible & (distance >= 0)
-        if WINDOW > 0:
-            visible = visible & (distance < WINDOW) & (-distance < WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores * unit / softcap) + 1.0))
+        if offset + BLOCK_N > common:  # most tiles of a long context need no mask, which costs more than the softmax
+            distance = query_position[:, None] - keys[None, :]
+            visible = (keys < end)[None, :] & row_ok[:, None]
+            if CAUSAL:
+                visible = visible & (distance >= 0)
+            if WINDOW > 0:
+                visible = visible & (distance < WINDOW) & (-distance < WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1) * scale)
         # A row that has seen nothing yet keeps a finite reference, so that no inf - inf arises.
         reference = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - reference[:, None])
+        # Rounded once whether or not the tile was masked: which tiles are must not show in the result.
+        weights = tl.exp2(tl.fma(scores, scale + tl.zeros_like(scores), -reference[:, None] + tl.zeros_like(scores)))
         decay = tl.exp2(best - reference)
         total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
@@ -218,6 +224,7 @@ def block_attention(
     sinks: Tensor | None = None,
     splits: int | None = None,
     stages: int | None = None,
+    warps: int | None = None,
 ) -> Tensor:
     """Attention of w queries per row over a static cache.
 
@@ -227,7 +234,7 @@ def block_attention(
     query sees keys at positions up to its own; otherwise up to the row's last query (a block that sees itself both
     ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks [heads]: logit of a key
     without value. splits: programs that share a context, a power of two; stages: tiles of keys on their way at once;
-    both chosen by the shape of q if not given. Results are bitwise comparable only between calls with the same splits
+    warps of a program; all chosen by the shape of q if not given. Results are bitwise comparable only between calls with the same splits
     and width. dtype bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out
     as [batch, w, heads, dim].
 
@@ -246,7 +253,7 @@ def block_attention(
     tiles = triton.cdiv(rows, block_m)
     splits = splits or split_count(batch * kv_heads * tiles, block_m)
     # A large tile computes long enough on each tile of keys to have the next one there in time.
-    stages = stages or (2 if block_m == 128 else 3)
+    stages, warps = stages or (2 if block_m == 128 else 3), warps or (8 if block_m == 128 else 4)
 
     # Heads innermost but one, as a projection that follows reads it.
     out = q.new_empty(batch, width, heads, dim).transpose(1, 2)
@@ -263,9 +270,9 @@ def block_attention(
     _attend_kernel[(batch * kv_heads, splits, tiles)](
         q, k_cache, v_cache, start, sinks, partial, lse, out,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *position_strides, *out.stride()[:3],
-        scale if softcap is not None else scale * _LOG2E, softcap or 0.0, width, STEP=1 if start.dim() == 1 else 0,
-        BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, WINDOW=window or 0, HAS_CAP=softcap is not None,
-        num_warps=8 if block_m == 128 else 4, num_stages=stages, **shape, **overlap,
+        _LOG2E if softcap is not None else scale * _LOG2E, scale, softcap or 0.0, width,
+        STEP=1 if start.dim() == 1 else 0, BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, WINDOW=window or 0,
+        HAS_CAP=softcap is not None, num_warps=warps, num_stages=stages, **shape, **overlap,
     )  # fmt: skip
     if split:
         block_r = max(1, 4096 // (splits * block_d))
@@ -276,10 +283,15 @@ def block_attention(
 
 
 def split_count(programs: int, rows: int) -> int:
-    """How many programs share a context, where `programs` tiles of `rows` queries each are at work: a power of two,
-    enough to give every multiprocessor of a large device a program, two where they are small. Each one's results, rows
-    x dim in fp32, are written and read again, and the join takes a launch. Depends on shapes only."""
-    wanted = 256 if rows <= 16 else 128
+    """How many programs share a context, where `programs` tiles of `rows` queries each are at work: a power of two.
+
+    Enough to give every multiprocessor of a large device one program of a large tile, or several of a small one, which
+    mostly wait for memory. Each one's results, rows x dim in fp32, are written and read again, and joining them takes
+    a launch: where half of the multiprocessors have work without it, that costs more than the other half would save.
+    Depends on shapes only."""
+    enough, wanted = (128, 512) if rows <= 16 else (64, 128)
+    if programs >= enough:
+        return 1
     return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(wanted, programs)))
 
 

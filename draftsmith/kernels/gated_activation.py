@@ -65,8 +65,10 @@ def gated_activation(gate_up: Tensor, activation: str, dtype: torch.dtype | None
     shape = gate_up.shape[:-1] if dtype is None else gate_up.shape[1:-1]
     rows = gate_up.numel() // (2 * width * splits)
     out = torch.empty(*shape, width, dtype=dtype or gate_up.dtype, device=gate_up.device)
-    _gated_kernel[(rows, triton.cdiv(width, 512))](
+    # Small pieces of few rows; large ones of many, so that starting programs does not take the time.
+    block, warps = (512, 4) if rows * width <= 2**19 else (2048, 8)
+    _gated_kernel[(rows, triton.cdiv(width, block))](
         gate_up.contiguous(), out, rows * 2 * width,
-        WIDTH=width, BLOCK=512, SPLITS=splits, GELU=activation != "silu", num_warps=4, **overlapping(out.device),
+        WIDTH=width, BLOCK=block, SPLITS=splits, GELU=activation != "silu", num_warps=warps, **overlapping(out.device),
     )  # fmt: skip
     return out

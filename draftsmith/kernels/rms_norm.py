@@ -21,13 +21,14 @@ def rms_norm_reference(
     """Plain PyTorch for `rms_norm`; same arguments, same results up to rounding."""
     total = x.sum(0).to(weight.dtype) if partial else x
     if post_weight is not None:
-        total = _norm(total, post_weight, eps, unit_offset)
+        total = plain_norm(total, post_weight, eps, unit_offset)
     if residual is not None:
         total = residual + total
-    return _norm(total, weight, eps, unit_offset), total
+    return plain_norm(total, weight, eps, unit_offset), total
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+def plain_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    """RMS norm of x [..., H] with a weight [H], as Llama's (or with `unit_offset` Gemma's) code computes it."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if unit_offset:

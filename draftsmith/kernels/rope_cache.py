@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.overlap import overlapping
+from draftsmith.kernels.rms_norm import plain_norm
 
 
 def rope_cache_reference(
@@ -32,19 +33,13 @@ def rope_cache_reference(
         cos, sin = cos[positions], sin[positions]
     split = qkv.view(batch, width, heads + 2 * kv_heads, dim)
     q, k, v = split[:, :, :heads], split[:, :, heads : heads + kv_heads], split[:, :, heads + kv_heads :]
-    q, k = (_norm(t, w, eps, unit_offset) for t, w in ((q, q_weight), (k, k_weight)))
+    if q_weight is not None and k_weight is not None:
+        q, k = plain_norm(q, q_weight, eps, unit_offset), plain_norm(k, k_weight, eps, unit_offset)
     q, k = (_rotate(t, cos, sin) for t in (q, k))
     rows = torch.arange(batch, device=qkv.device)[:, None]
     k_cache[rows, :, positions] = k
     v_cache[rows, :, positions] = v
     return q.transpose(1, 2)
-
-
-def _norm(x: Tensor, weight: Tensor | None, eps: float, unit_offset: bool) -> Tensor:
-    if weight is None:
-        return x
-    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
-    return (normed * (1.0 + weight.float())).to(x.dtype) if unit_offset else weight * normed.to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -199,7 +194,7 @@ def rope_cache(
     placeholder = qkv
     total_heads = heads + 2 * kv_heads
     # One head a program while programs are few; then several, so that starting programs does not take the time.
-    block_h = heads_per_program or (1 if batch * width * total_heads <= 2048 else 8)
+    block_h = heads_per_program or (1 if batch * width * total_heads <= 2048 else 16)
     _rope_cache_kernel[(batch * width, triton.cdiv(total_heads, block_h))](
         qkv, cos, sin, start,
         placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,

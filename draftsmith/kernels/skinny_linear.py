@@ -93,6 +93,17 @@ def skinny_linear(
     return out
 
 
+def linear_or_addends(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, addends: bool = True
+) -> tuple[Tensor, bool]:
+    """x W^T + b in x's dtype, and False; or, where few rows in bf16 or fp16 and no bias allow it and the caller takes
+    `addends`, those of `skinny_linear`, and True. Shapes as there; of more rows, x [..., K] need not be contiguous."""
+    rows = x.numel() // x.shape[-1]
+    if addends and bias is None and rows <= MAX_ROWS and x.dtype != torch.float32:
+        return skinny_linear(x, weight), True
+    return torch.nn.functional.linear(x, weight, bias), False
+
+
 def _tiles(outputs: int, inner: int) -> tuple[int, int, int]:
     """(splits, block_n, block_k) for a weight [outputs, inner]: enough programs to keep a large device's memory busy,
     and no more, because each split's addends are written and read again. Parts are whole blocks wherever the inner

@@ -101,7 +101,8 @@ def vocabulary_argmax(
         raise ValueError(f"states {tuple(hidden.shape)} {hidden.dtype}, head {tuple(weight.shape)} {weight.dtype}")
     x = hidden.reshape(-1, inner).contiguous()
     rows = x.shape[0]
-    block_m = block_m or max(16, min(128 if x.dtype != torch.float32 else 32, triton.next_power_of_2(rows)))
+    most = 32 if x.dtype == torch.float32 else 128 if rows <= 256 else 256
+    block_m = block_m or max(16, min(most, triton.next_power_of_2(rows)))
     block_n = block_n or (64 if block_m <= 32 else 128)
     block_k = block_k or (128 if block_m <= 32 and x.dtype != torch.float32 and inner % 128 == 0 else 64)
     tiles = triton.cdiv(vocabulary, block_n)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels import gated_activation as gate
 from draftsmith.kernels import rms_norm as norm
 from draftsmith.kernels import rope_cache as rope
-from draftsmith.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from draftsmith.kernels.skinny_linear import linear_or_addends
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.experts import capturable_experts
@@ -156,10 +155,7 @@ class FusedDecoder:
 
     def _product(self, x: Tensor, linear: Linear) -> tuple[Tensor, bool]:
         """x W^T + b, and whether it comes as addends that the next kernel sums."""
-        rows = x.shape[0] * x.shape[1]
-        if self.kernels and linear.bias is None and rows <= MAX_ROWS and x.dtype != torch.float32:
-            return skinny_linear(x, linear.weight), True
-        return functional.linear(x, linear.weight, linear.bias), False
+        return linear_or_addends(x, linear.weight, linear.bias, addends=self.kernels)
 
 
 def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: KeyValueCache) -> FusedDecoder:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.gated_activation import ACTIVATIONS
+from draftsmith.kernels.joined import join_rows
 
 
 @dataclass(frozen=True)
@@ -158,16 +158,9 @@ def _join(modules: Sequence[Any]) -> Linear:
         _check_plain(module)
     if len({module.bias is None for module in modules}) != 1:
         raise DraftsmithError("projections of which some have a bias and others none cannot be joined")
-    weight = _move([module.weight for module in modules])
-    bias = None if modules[0].bias is None else _move([module.bias for module in modules])
+    weight = join_rows([module.weight for module in modules])
+    bias = None if modules[0].bias is None else join_rows([module.bias for module in modules])
     return Linear(weight, bias)
-
-
-def _move(parameters: Sequence[nn.Parameter]) -> Tensor:
-    joined = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-        parameter.data = part
-    return joined
 
 
 def _check_plain(module: Any) -> None:

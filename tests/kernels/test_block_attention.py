@@ -103,5 +103,5 @@ def test_misuse_is_named():
 
 
 def test_contexts_are_shared_until_the_device_is_full():
-    assert [split_count(programs, 64) for programs in (1, 3, 8, 64, 65, 128, 5000)] == [32, 32, 16, 2, 2, 1, 1]
-    assert [split_count(programs, 16) for programs in (8, 64, 256)] == [32, 4, 1]
+    assert [split_count(programs, 64) for programs in (1, 3, 8, 33, 64, 5000)] == [32, 32, 16, 4, 1, 1]
+    assert [split_count(programs, 16) for programs in (8, 64, 127, 128)] == [32, 8, 8, 1]

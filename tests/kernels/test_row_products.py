@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftsmith.kernels.skinny_linear import skinny_linear, skinny_linear_reference
+from draftsmith.kernels.joined import join_rows
+from draftsmith.kernels.skinny_linear import linear_or_addends, skinny_linear, skinny_linear_reference
 from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax, vocabulary_argmax_reference
 
 
@@ -30,6 +31,36 @@ def test_skinny_linear_refuses_what_does_not_fit():
         skinny_linear(torch.randn(17, 8), torch.randn(4, 8))
     with pytest.raises(ValueError, match="does not fit"):
         skinny_linear(torch.randn(2, 9), torch.randn(4, 8))
+
+
+def test_addends_come_of_few_rows_that_may_come_so():
+    # 9 blocks of 64: parts of three whole blocks.
+    x, weight, bias = torch.randn(2, 3, 576).half(), torch.randn(70, 576).half(), torch.randn(70).half()
+    expected = torch.nn.functional.linear(x, weight)
+    addends, partial = linear_or_addends(x, weight)
+    assert partial
+    assert addends.shape == (3, 2, 3, 70)
+    torch.testing.assert_close(addends.sum(0).half(), expected, atol=0.05, rtol=2e-3)
+    for arguments, options in (
+        ((x, weight, bias), {}),
+        ((x, weight), {"addends": False}),
+        ((x.repeat(3, 1, 1), weight), {}),
+    ):
+        whole, partial = linear_or_addends(*arguments, **options)
+        assert not partial
+        assert torch.equal(whole, torch.nn.functional.linear(*arguments))
+
+
+def test_joined_parameters_are_views_of_one_storage():
+    parameters = [torch.nn.Parameter(torch.randn(rows, 5)) for rows in (3, 1, 4)]
+    expected = torch.cat([parameter.detach().clone() for parameter in parameters])
+    whole = join_rows(parameters)
+    assert torch.equal(whole, expected)
+    assert join_rows(parameters).data_ptr() == whole.data_ptr(), "joined before: nothing moves"
+    assert join_rows(parameters[:2]).data_ptr() == whole.data_ptr()
+    assert join_rows([parameters[0], parameters[2]]).data_ptr() != whole.data_ptr()
+    whole[3] = 7.0
+    assert torch.equal(parameters[1], torch.full((1, 5), 7.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
