@@ -234,9 +234,9 @@ def block_attention(
     query sees keys at positions up to its own; otherwise up to the row's last query (a block that sees itself both
     ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks [heads]: logit of a key
     without value. splits: programs that share a context, a power of two; stages: tiles of keys on their way at once;
-    warps of a program; all chosen by the shape of q if not given. Results are bitwise comparable only between calls with the same splits
-    and width. dtype bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out
-    as [batch, w, heads, dim].
+    warps of a program; all chosen by the shape of q if not given. Results are bitwise comparable only between calls
+    with the same splits and width. dtype bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in
+    q's dtype, laid out as [batch, w, heads, dim].
 
     Raises `ValueError` for shapes, dtypes or splits that do not fit.
     """
