@@ -154,9 +154,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a search cuts its work: the most tokens in a tile, warps, tiles in flight, programs on a multiprocessor."""
+    """How a search cuts its work: warps, tiles in flight, programs on a multiprocessor."""
 
-    block: int = 64
     warps: int = 4
     stages: int = 3
     programs: int = 2
@@ -164,7 +163,10 @@ class Tiling:
 
 GREEDY_TILING = Tiling()
 SAMPLING_TILING = Tiling(stages=2, programs=3)
-TILE_BYTES = 32768
+TILE_ROWS = 64
+"""Rows of a product in bf16 and fp16. One number for all searches: another would take other instructions, whose sums
+round differently, and two searches could disagree on the last bit of a score."""
+FP32_TILE_BYTES = 32768
 
 
 def low_rank_argmax(
@@ -235,7 +237,8 @@ def _scan(
     # Noise is made for every column of a tile, so there are no more than needed; products alone come by sixteen.
     block_b = min(64, max(16 if sampling is None else 1, triton.next_power_of_2(batch)))
     block_e = max(16, triton.next_power_of_2(rank))
-    block_v = max(16, min(tiling.block, TILE_BYTES // (item * block_e)))
+    block_v = TILE_ROWS if item == 2 else max(16, min(TILE_ROWS, FP32_TILE_BYTES // (item * block_e)))
+    stages = tiling.stages if block_e * item <= 512 else 2
     tiles = triton.cdiv(vocab, block_v)
     programs = min(tiles, tiling.programs * multiprocessors(base.device))
     scores, temperature, seeds, positions, draw = sampling or (keys, keys, keys, keys, 0)
@@ -245,7 +248,7 @@ def _scan(
         base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, draw,
         LEAST_TEMPERATURE, BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
         CORRECT=weight is not None, GATHER=previous is not None, SAMPLE=sampling is not None,
-        REVERSE=reverse, STAGES=tiling.stages, STREAM=int(Stream.PROPOSAL), num_warps=tiling.warps,
+        REVERSE=reverse, STAGES=stages, STREAM=int(Stream.PROPOSAL), num_warps=tiling.warps,
         **overlapping(base.device, overlap),
     )  # fmt: skip
 

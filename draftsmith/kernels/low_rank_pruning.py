@@ -33,15 +33,13 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
-from draftsmith.kernels.low_rank_argmax import check_operands, low_rank_scores
+from draftsmith.kernels.low_rank_argmax import TILE_ROWS, check_operands, low_rank_scores
 from draftsmith.kernels.overlap import overlapping
 
 GROUP, LEADERS = 512, 4
 """Tokens of a group, and how many of them, the best by base, are always read."""
 FIRSTS = 16
 """Rows that give the lower bound L: the best of the groups' best."""
-TILE = 64
-"""Rows of a product. Of one size everywhere, the dense search included, so that scores agree bit for bit."""
 
 UNDERFLOW = 2.0**-114
 
@@ -285,8 +283,8 @@ def pruned_low_rank_argmax(
             raise ValueError(
                 f"{name} of the leaders must be {dtype} [{batch}, {size}], got {given.dtype} {tuple(given.shape)}"
             )
-    if span % GROUP or span // GROUP * LEADERS + FIRSTS > TILE:
-        raise ValueError(f"span is {span}; allowed: a multiple of {GROUP} whose leaders fit a tile of {TILE}")
+    if span % GROUP or span // GROUP * LEADERS + FIRSTS > TILE_ROWS:
+        raise ValueError(f"span is {span}; allowed: a multiple of {GROUP} whose leaders fit a tile of {TILE_ROWS}")
     rank = weight.shape[1]
     if rank * weight.element_size() > MAX_ROW_BYTES:
         raise ValueError(f"rows of {rank} {weight.dtype} are too long; the kernel takes up to {MAX_ROW_BYTES} bytes")
@@ -296,7 +294,7 @@ def pruned_low_rank_argmax(
         base, weight, latent, keys if previous is None else previous, keys, norms, *leaders, scratch,
         scratch if read is None else read, base.stride(0), *(part.stride(0) for part in leaders), vocab, rank, groups,
         first_id, slack(rank), UNDERFLOW,
-        SPAN=span, TILE=TILE, BLOCK_E=max(16, triton.next_power_of_2(rank)),
+        SPAN=span, TILE=TILE_ROWS, BLOCK_E=max(16, triton.next_power_of_2(rank)),
         GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS,
         GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps,
         **overlapping(base.device, overlap),
