@@ -70,6 +70,8 @@ docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 results: $(VENV)/demo
+	@test -n "$(CONVERSATIONS)" -a -n "$(PROMPTS)" || { \
+		echo "set CONVERSATIONS=answers.jsonl and PROMPTS=\"NAME=prompts.jsonl ...\"; see docs/results.md"; exit 1; }
 	$(BIN)/python benchmarks/results.py all --conversations $(CONVERSATIONS) $(foreach p,$(PROMPTS),--prompts $(p))
 
 clean:
