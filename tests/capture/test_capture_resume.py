@@ -1,16 +1,20 @@
 """An interrupted capture is finished by the next one, and nothing is lost, repeated or mixed (trap 19)."""
 
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from draftsmith.capture.plan import finished_samples
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import StoreError
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
+from draftsmith.features.shards import finish_store
 from tests.features.stores import equal
 from tests.tiny import tiny_target
 
@@ -106,3 +110,32 @@ def test_another_target_or_other_layers_are_not_mixed_with_what_is_there(tmp_pat
         run_capture(target, samples, replace(LAYOUT, tap_ids=(2,)), tmp_path)
     with pytest.raises(StoreError, match="dtype: the store has 'bfloat16', this run needs 'float32'"):
         run_capture(target, samples, LAYOUT, tmp_path, dtype="float32")
+
+
+def test_damage_to_an_unfinished_store_is_named_or_does_no_harm(tmp_path: Path) -> None:
+    """Until a manifest stands, the data are what tokens files are compared with."""
+    samples = random_samples(LENGTHS)
+    layout = replace(LAYOUT, tap_ids=(0,))
+    run_capture(tiny_target(num_layers=1), samples, layout, tmp_path, shard_bytes=4000)
+    whole = {record.sample_id: record for record in Store.open(tmp_path)}
+    path = sorted(tmp_path.glob("*.tokens.safetensors"))[1]
+    sound, chance = path.read_bytes(), random.Random(7)
+    outcomes: Counter[str] = Counter()
+    for _ in range(150):
+        (tmp_path / "manifest.json").unlink(missing_ok=True)
+        damaged = bytearray(sound)
+        start = chance.randrange(len(damaged))
+        damaged[start] ^= 1 << chance.randrange(8)
+        if chance.random() < 0.3:
+            del damaged[start:]
+        path.unlink()  # not in place: records read before are views of the file
+        path.write_bytes(damaged)
+        try:
+            assert finished_samples(tmp_path, samples) == set(whole)
+            finish_store(tmp_path)
+            assert all(equal(record, whole[record.sample_id]) for record in Store.open(tmp_path))
+            outcomes["harmless"] += 1
+        except DraftsmithError:
+            outcomes["named"] += 1
+    assert outcomes["named"] > 100
+    assert outcomes["harmless"] > 0
