@@ -173,6 +173,11 @@ class Algorithm(ABC):
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         """The training loss."""
 
+    def replayable(self, section: Any) -> bool:
+        """Whether a training step does the same work whatever the step's number, and without waiting for the device: a
+        CUDA graph of it can then be replayed."""
+        return True
+
     @abstractmethod
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are

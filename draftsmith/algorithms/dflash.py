@@ -111,6 +111,10 @@ class DFlash(Algorithm):
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DFlashObjective(self.block_layout(config), section.objective)
 
+    def replayable(self, section: Any) -> bool:
+        """Sampled vocabularies have a size that the device decides."""
+        return section.objective.negatives is None
+
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         check_no_decoding_options(self.name, decoding)
         layout = self.block_layout(draft.config)

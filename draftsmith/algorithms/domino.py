@@ -204,6 +204,10 @@ class Domino(Algorithm):
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DominoObjective(self.block_layout(config), section.objective)
 
+    def replayable(self, section: Any) -> bool:
+        """The share of the uncorrected logits falls from step to step."""
+        return section.objective.lambda_start == 0.0
+
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         options = decoding_options(self.name, DominoDecodingOptions, decoding)
         part = check_vocabulary(self.name, draft, ends, cast(DominoHead, draft.head).output_weight, options)

@@ -250,7 +250,10 @@ class Backbone(nn.Module):
             if self.recompute and torch.is_grad_enabled():
                 # With the weights of now: where others stand in for the parameters, they may be gone by the backward.
                 weights, inputs = dict(layer.named_parameters()), (hidden, cosine, sine, layer_context, attend)
-                hidden = checkpoint(functional_call, layer, weights, inputs, use_reentrant=False)
+                # Layers draw no random numbers, so none need be drawn again alike.
+                hidden = checkpoint(
+                    functional_call, layer, weights, inputs, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 hidden = layer(hidden, cosine, sine, layer_context, attend)
         return (compiled(RMSNorm.forward) if self.fused else RMSNorm.forward)(self.norm, hidden)

@@ -19,6 +19,7 @@ from draftsmith.training.clock import Clock
 from draftsmith.training.evaluation import Evaluation, score
 from draftsmith.training.flops import peak_flops, training_flops
 from draftsmith.training.forward import DraftLoss
+from draftsmith.training.graphs import StepGraphs
 from draftsmith.training.guards import (
     MicroBatchRecord,
     NonFiniteError,
@@ -71,6 +72,7 @@ class Loop:
         self.draft_loss = draft_loss
         self.parallel = Parallel(draft_loss, options.parallel, accelerator)
         self.updater = Updater(draft_loss, self.parallel, options)
+        self.graphs = StepGraphs(self.parallel.forward, list(draft_loss.parameters())) if options.graphs else None
         self.plan, self.batches = plan, batches
         self.evaluation, self.evaluate_generate = evaluation, evaluate_generate
         self.options, self.total_steps = options, total_steps
@@ -156,14 +158,18 @@ class Loop:
         for number in range(step.num_forwards):
             batch = self._next(step)
             with self.parallel.accumulating(last=number + 1 == step.num_forwards):
-                numerator, denominator, metrics = self.parallel.forward(batch, done / self.total_steps)
-                numerator.backward()
+                if self.graphs is not None and step.num_forwards == 1:
+                    numerator, denominator, metrics = self.graphs.run(batch, done / self.total_steps)
+                else:
+                    numerator, denominator, metrics = self.parallel.forward(batch, done / self.total_steps)
+                    numerator.backward()
             sums.add(_GRADIENT, numerator, denominator)
             sums.add(_TOKENS, *self._count(batch.work.context))
             sums.add(_FLOPS, *self._count(training_flops(self.draft_loss.draft.config, batch.work)))
             for name, pair in metrics.items():
                 sums.add(name, *pair)
-            forwards.append(MicroBatchRecord(batch.packed.sample_ids, numerator.detach()))
+            # A copy: the next replay of a graph writes where this one wrote.
+            forwards.append(MicroBatchRecord(batch.packed.sample_ids, numerator.detach().clone()))
         sums.add(_STOP, *self._count(request.signal_name is not None))
         sums = sums.over_ranks(self.accelerator)
 

@@ -70,6 +70,9 @@ class TrainOptions(_Section):
     compile: bool | Literal["auto"] = "auto"
     """Fuse each layer's operations with torch.compile, which takes half a minute to a minute at the first step and
     again when the shape of a batch first changes. auto: on CUDA."""
+    graphs: bool = False
+    """Replay forward and backward as CUDA graphs, one for every shape of batch: for drafts so small that the host
+    cannot keep up with the device. One process, one forward a step; each shape keeps a copy of its batch in memory."""
 
     features: Literal["store", "online"] = "store"
     """store: read what `capture` wrote. online: run the frozen target beside the training, storing nothing."""

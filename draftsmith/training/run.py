@@ -146,6 +146,8 @@ def train(
             num_ranks=ranks,
         )
 
+    if options.graphs:
+        _check_graphs(options, method.replayable(draft_section), device, ranks)
     torch.manual_seed(options.seed)
     draft = Draft.from_config(config)
     if warm is not None:
@@ -272,6 +274,19 @@ def _resolved_attention(
         attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX
     _log.info("train.attention: auto -> %s on %s", attention, device)
     return attention
+
+
+def _check_graphs(options: TrainOptions, replayable: bool, device: torch.device, ranks: int) -> None:
+    """Raise `DraftsmithError` where `train.graphs` is on and steps cannot be replayed."""
+    forwards = options.rows_per_step // (ranks * options.rows_per_forward)
+    found = [
+        *([f"the device is {device}, and graphs are CUDA's"] if device.type != "cuda" else []),
+        *([f"{ranks} processes train, and graphs hold one process's step"] if ranks > 1 else []),
+        *([f"a step is {forwards} forwards, and only one is replayed"] if forwards > 1 else []),
+        *([] if replayable else ["the draft's objective changes with the step or asks the device within it"]),
+    ]
+    if found:
+        raise DraftsmithError(f"train.graphs is on, but {'; '.join(found)}: switch train.graphs off")
 
 
 def _ends_for(ends: TargetEnds, device: torch.device, autocast: torch.dtype | None) -> TargetEnds:

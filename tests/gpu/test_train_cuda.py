@@ -75,6 +75,18 @@ def test_a_resumed_run_goes_on(target, store, tmp_path):
     assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in straight], rel=1e-3)
 
 
+def test_replayed_steps_are_the_eager_ones(target, store, tmp_path):
+    """Batches of several shapes come up more than once, so that some steps are captured and some replayed."""
+    fields = {"max_steps": 40, "rows_per_step": 2, "rows_per_forward": 2, "num_anchors": 8, "compile": False}
+    eager, replayed = (
+        [(entry["loss"], entry["accept_length"], entry["grad_norm"]) for entry in found]
+        for found in (run(target, store, tmp_path / str(on), graphs=on, **fields) for on in (False, True))
+    )
+    assert len(eager) == len(replayed) == 40
+    for one, other in zip(eager, replayed, strict=True):
+        assert other == pytest.approx(one, rel=2e-3)
+
+
 @pytest.mark.parametrize("name", ["dflash", "domino", "dspark"])
 def test_a_step_never_waits_for_the_device(target, tmp_path, name):
     head = {"domino": {"gru_hidden_dim": 12, "emb_dim": 10}, "dspark": {"markov_rank": 6}}

@@ -1,0 +1,101 @@
+"""Forward and backward of a micro-batch as a CUDA graph, for drafts so small that the host takes longer to launch
+kernels than the device to compute them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.training.batches import MicroBatch
+
+Outcome = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
+"""Numerator, denominator and metrics, as `DraftLoss` returns them."""
+
+MOST_GRAPHS = 64
+"""Shapes that are kept as graphs; batches of further ones run eagerly."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outcome: Outcome
+
+
+class StepGraphs:
+    """Runs micro-batches forward and backward; from the second of a shape on by replaying a graph.
+
+    forward: a module of one process, in which nothing waits for the device and nothing depends on the host's numbers
+    but the shapes of the batch (so `progress` must not matter to the objective). The number of labels is rounded up, so
+    that few shapes occur. All graphs share the memory of their intermediate results, and one gradient a parameter,
+    which stands in `.grad` after every call; what a call returns is overwritten by the next one of that shape.
+    """
+
+    def __init__(self, forward: Callable[[MicroBatch, float], Outcome], parameters: Sequence[nn.Parameter]) -> None:
+        self._forward = forward
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._captured: dict[tuple[Any, ...], _Captured] = {}
+
+    def run(self, batch: MicroBatch, progress: float) -> Outcome:
+        """The outcome of the batch, detached; its gradients stand in the parameters' `.grad`, which were empty."""
+        batch = replace(batch, blocks=replace(batch.blocks, max_labels=rounded_labels(batch)))
+        inputs = _tensors(batch)
+        key = (batch.blocks.max_labels, *(tensor.shape for tensor in inputs))
+        self._seen[key] += 1
+        if key not in self._captured:
+            # What a shape needs for the first time (compiled code, kernels) must exist before a capture.
+            if self._seen[key] == 1 or len(self._captured) >= MOST_GRAPHS:
+                return self._eagerly(batch, progress)
+            self._captured[key] = self._capture(batch, progress)
+        captured = self._captured[key]
+        torch._foreach_copy_(captured.inputs, inputs, non_blocking=True)
+        captured.graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return captured.outcome
+
+    def _eagerly(self, batch: MicroBatch, progress: float) -> Outcome:
+        numerator, denominator, metrics = self._forward(batch, progress)
+        numerator.backward()
+        return numerator.detach(), denominator, metrics
+
+    def _capture(self, batch: MicroBatch, progress: float) -> _Captured:
+        inputs = [tensor.clone() for tensor in _tensors(batch)]
+        static = _with_tensors(batch, inputs)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy batches to the device meanwhile; what they do is none of the graph's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            torch._foreach_zero_(self._gradients)
+            outcome = self._eagerly(static, progress)
+        return _Captured(graph, inputs, outcome)
+
+
+def rounded_labels(batch: MicroBatch) -> int:
+    """The number of labels, rounded up by at most a sixteenth, and to no more than there are places."""
+    count, places = max(batch.blocks.max_labels, 1), batch.blocks.label_mask.numel()
+    step = max(64, 1 << max(count.bit_length() - 5, 0))
+    return min(-(-count // step) * step, places)
+
+
+def _tensors(batch: MicroBatch) -> list[Tensor]:
+    packed = batch.packed
+    own = [packed.input_ids, packed.loss_mask, packed.positions, packed.document]
+    return [*own, *(packed.features[name] for name in sorted(packed.features)), *batch.blocks.tensors().values()]
+
+
+def _with_tensors(batch: MicroBatch, tensors: Sequence[Tensor]) -> MicroBatch:
+    """The batch with other tensors, in the order of `_tensors`."""
+    given = iter(tensors)
+    own = {name: next(given) for name in ("input_ids", "loss_mask", "positions", "document")}
+    features = {name: next(given) for name in sorted(batch.packed.features)}
+    packed = replace(batch.packed, features=features, **own)
+    blocks: dict[str, Any] = {name: next(given) for name in batch.blocks.tensors()}
+    return replace(batch, packed=packed, blocks=replace(batch.blocks, **blocks))
