@@ -6,8 +6,8 @@ Every part is `NAME[:SHAPE[:OPTION...]]`; `--lock FILE` before them lets several
 Parts:
 
     rate        the device's bf16 matrix product and copy, on random data
-    ours        a step of draftsmith (options: a method's name, `checkpointing`, `eager`, `flex`, `profile`, `xTOKENS`,
-                the tokens of a row)
+    ours        a step of draftsmith (options: a method's name, `checkpointing`, `eager`, `flex`, `graphs`, `profile`,
+                `xTOKENS`, the tokens of a row)
     theirs      a step of SpecForge's DFlash model (package `specforge`) with its own optimiser (options: `plain`,
                 torch's AdamW on bf16 weights instead; `checkpointing`; `profile`)
     packing     documents/s of packed rows and of rows padded to the batch's longest document
@@ -46,6 +46,7 @@ from draftsmith.targets.ends import TargetEnds
 from draftsmith.training.batches import MicroBatch
 from draftsmith.training.flops import Work, training_flops
 from draftsmith.training.forward import DraftLoss
+from draftsmith.training.graphs import StepGraphs
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
 from draftsmith.training.update import Updater
@@ -175,10 +176,15 @@ def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[
     parallel = Parallel(loss, "ddp", Accelerator(mixed_precision="no"))
     updater = Updater(loss, parallel, TrainOptions())
 
+    graphs = StepGraphs(parallel.forward, list(loss.parameters())) if "graphs" in options else None
+
     def step(batch: MicroBatch) -> None:
         updater.clear()
-        numerator, denominator, _ = parallel.forward(batch, 0.5)
-        numerator.backward()
+        if graphs is not None:
+            numerator, denominator, _ = graphs.run(batch, 0.5)
+        else:
+            numerator, denominator, _ = parallel.forward(batch, 0.5)
+            numerator.backward()
         updater.apply(numerator.detach().double(), denominator.double(), 1e-4)
 
     return step, method, section
@@ -213,46 +219,32 @@ def ours(options: Sequence[str]) -> dict[str, Any]:
 
 
 def packing(options: Sequence[str]) -> dict[str, Any]:
-    """Documents whose lengths are drawn like those of gsm8k's answers: mean 210 tokens, at most 448; every position an
-    anchor. The same 16 documents or so make a step: packed into one row, or a row each, as long as the longest of them.
+    """16 documents whose lengths are spread like those of gsm8k's answers (mean 210 tokens, at most 448), every
+    position an anchor: packed into one row, and a row each, as long as the longest of them.
 
-    Also the ceilings: context tokens and slots of the padded batches over those of the packed ones.
+    Also the ceilings: context tokens and slots of the padded batch over those of the packed one.
     """
     base, _ = of_method(SHAPES[options[0]], options)
-    drawn = 40 + torch.distributions.Gamma(4.0, 4.0 / 170.0).sample((240,)).long()
-    lengths = drawn.clamp(max=448).tolist()
-    mean = sum(lengths) / len(lengths)
-    in_turn = list(range(len(lengths)))
-    padded = [[[i] for i in in_turn[start : start + 16]] for start in range(0, len(lengths), 16)]
-    rows = pack_rows(lengths, 16 * round(mean))
-    ways = {"packed": [[row] for row in rows], "padded": padded}
-    found: dict[str, Any] = {"mean_tokens": round(mean, 1), "longest": max(lengths)}
-    for way, groups in ways.items():
-        shape = replace(base, anchors=512)
+    drawn = 40 + torch.distributions.Gamma(4.0, 4.0 / 170.0).sample((1 << 14,))
+    quantiles = (torch.arange(16) + 0.5) / 16  # as many documents of every length as there are in the long run
+    lengths = drawn.quantile(quantiles).long().clamp(max=448).tolist()
+    ways = {"packed": ([list(range(16))], sum(lengths)), "padded": ([[i] for i in range(16)], max(lengths))}
+    found: dict[str, Any] = {"mean_tokens": sum(lengths) / 16, "longest": max(lengths)}
+    for way, (rows, width) in ways.items():
+        shape = replace(base, anchors=512, tokens_per_row=width)
         records = random_records(shape, lengths, final_state=False)
         step, method, section = our_step(shape, "dflash", options)
-        batches = []
-        for group in groups:
-            longest = max(lengths[i] for row in group for i in row)
-            width = longest if way == "padded" else 16 * round(mean)
-            chosen = [[records[i] for i in row] for row in group]
-            batches.append(micro_batch(replace(shape, tokens_per_row=width), method, chosen, section))
-        found[f"{way}_context"] = sum(batch.packed.input_ids.numel() for batch in batches)
-        found[f"{way}_slots"] = sum(batch.blocks.input_ids.numel() for batch in batches)
-
-        def every(step: Callable[[MicroBatch], None] = step, batches: list[MicroBatch] = batches) -> None:
-            for batch in batches:
-                step(batch)
-
-        with torch._dynamo.config.patch(assume_static_by_default=False):  # batches of any shape: compiled once
-            every()
-            _, wall = timed(every, 3, warmup=2)
-        found[f"{way}_documents_per_s"] = round(len(lengths) / wall, 1)
-        del step, batches, every
+        batch = micro_batch(shape, method, [[records[i] for i in row] for row in rows], section)
+        found[f"{way}_context"] = batch.packed.input_ids.numel()
+        found[f"{way}_slots"] = batch.blocks.input_ids.numel()
+        measures = measured(lambda step=step, batch=batch: step(batch), 20, options)  # type: ignore[misc]
+        found[f"{way}_ms"] = measures["ms"]
+        found[f"{way}_documents_per_s"] = round(16 * measures["steps_per_s"], 1)
+        del step, batch
         release()
-    for name in ("context", "slots", "documents_per_s"):
-        packed, padded_ = found[f"packed_{name}"], found[f"padded_{name}"]
-        found[f"{name}_ratio"] = round(packed / padded_ if name == "documents_per_s" else padded_ / packed, 2)
+    for name in ("context", "slots", "ms"):
+        found[f"{name}_ratio"] = round(found[f"padded_{name}"] / found[f"packed_{name}"], 2)
+    found["ratio"] = round(found["packed_documents_per_s"] / found["padded_documents_per_s"], 2)
     return found
 
 
