@@ -46,6 +46,15 @@ def test_gated_activation(dtype, activation):
         gated_activation(x, "relu")
 
 
+def test_many_rows_are_gated_in_large_pieces():
+    x = torch.randn(61, 2 * 9001, generator=torch.Generator().manual_seed(2))
+    gated = gated_activation(x, "silu")
+    _close(gated, gated_activation_reference(x, "silu"))
+    x[60, 9000] += 1.0
+    changed = gated_activation(x, "silu") != gated
+    assert changed.nonzero().tolist() == [[60, 9000]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (96, 96), (64, 32)])
 @pytest.mark.parametrize(("norm", "unit_offset"), [(False, False), (True, False), (True, True)])
