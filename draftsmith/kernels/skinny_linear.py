@@ -64,7 +64,7 @@ def skinny_linear(
     block_n: int | None = None,
     block_k: int | None = None,
     warps: int = 4,
-    stages: int = 4,
+    stages: int | None = None,
 ) -> Tensor:
     """x W^T as S addends [S, ..., N] in fp32, to be summed in order by whoever reads them next.
 
@@ -84,6 +84,8 @@ def skinny_linear(
     splits, block_n, block_k = splits or chosen[0], block_n or chosen[1], block_k or chosen[2]
     part = triton.cdiv(triton.cdiv(inner, splits), block_k) * block_k
     splits = triton.cdiv(inner, part)
+    # Where parts are short, three programs of three stages on a multiprocessor beat two of four.
+    stages = stages or (3 if splits > 1 else 4)
     out = torch.empty(splits, *x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     _skinny_kernel[(triton.cdiv(outputs, block_n), splits)](
         x, weight, out, rows, inner, weight.stride(0), outputs, inner, part,
