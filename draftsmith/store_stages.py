@@ -1,5 +1,6 @@
 """The stages that fill a run's feature store: capture, its new loss masks, and features of other projects."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from draftsmith.capture.imports import ImportOptions, import_features
 from draftsmith.capture.remask import remask
 from draftsmith.capture.run import capture
 from draftsmith.data.conversations import read_conversations
-from draftsmith.data.sample import Sample
+from draftsmith.data.sample import Conversation, Sample
 from draftsmith.data.tokenize import tokenize_all
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.files import file_sha256
@@ -20,7 +21,6 @@ from draftsmith.features.schema import CaptureLayout
 from draftsmith.launcher import process_count
 from draftsmith.option_rules import ImportRequest
 from draftsmith.stages import Stages, one_process, use_own_device
-from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.training.warm_start import read_warm_start
 
 
@@ -39,8 +39,7 @@ class StoreStages(Stages):
             use_own_device()
             target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
             layout = self._capture_layout()
-            samples, tokenized = tokenize_all(conversations, self._outline().tokenizer, recipe.data)
-            self.say(f"conversations: {tokenized.line()}")
+            samples = self._samples(conversations)
             report = capture(target, samples, layout, directory, recipe.capture, self._provenance(), self.progress)
             for line in report.lines():
                 self.say(f"features: {line}")
@@ -55,11 +54,9 @@ class StoreStages(Stages):
 
         def work() -> bool:
             outline = self._outline()
-            samples, tokenized = tokenize_all(conversations, outline.tokenizer, recipe.data)
-            self.say(f"conversations: {tokenized.line()}")
             report = remask(
                 directory,
-                samples,
+                self._samples(conversations),
                 self._provenance(),
                 max_length=outline.max_position_embeddings,
                 max_refused_share=recipe.capture.max_refused_share,
@@ -82,9 +79,7 @@ class StoreStages(Stages):
             outline, layout = self._outline(), self._capture_layout()
             samples: list[Sample] = []
             if recipe.data.conversations is not None:
-                samples, _tokenized = tokenize_all(
-                    read_conversations(recipe.data.conversations), outline.tokenizer, recipe.data
-                )
+                samples = self._samples(read_conversations(recipe.data.conversations))
             pre_norm = layout.final_state and files.final_state == "pre_norm"
             report = import_features(
                 files,
@@ -94,7 +89,7 @@ class StoreStages(Stages):
                 self._provenance(),
                 max_length=outline.max_position_embeddings,
                 samples=samples,
-                norm=load_final_norm(**recipe.target.model_dump(exclude={"fuse"})) if pre_norm else None,
+                norm=outline.final_norm() if pre_norm else None,
                 check=HfBackend(self.target, layout) if request.check_samples else None,
                 check_samples=request.check_samples,
                 progress=self.progress,
@@ -108,6 +103,18 @@ class StoreStages(Stages):
             "data": self._template_settings(),
         }
         self._perform("capture", settings, directory, work, fresh=fresh, parts=self._files(fresh))
+
+    def _samples(self, conversations: Iterable[Conversation]) -> list[Sample]:
+        """Conversations, tokenised. Raises `DraftsmithError` for a target without tokenizer, and as `tokenize_all`."""
+        outline = self._outline()
+        if outline.tokenizer is None:
+            raise DraftsmithError(
+                f"the target {outline.source} has no tokenizer beside its weights; put the model's tokenizer files "
+                "there"
+            )
+        samples, tokenized = tokenize_all(conversations, outline.tokenizer, self.recipe.data)
+        self.say(f"conversations: {tokenized.line()}")
+        return samples
 
     def _files(self, fresh: bool) -> list[Path]:
         """The files that make the store a whole one; where one is missing, capture goes on."""

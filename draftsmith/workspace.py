@@ -20,7 +20,6 @@ from draftsmith.data.chat import render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
 from draftsmith.data.prompts import find_prompts
-from draftsmith.data.tokenize import tokenize_all
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.decoding.tuning import Tuning
 from draftsmith.drafts.draft import Draft
@@ -265,8 +264,7 @@ class Workspace(StoreStages):
             )
         # Loaded only where it runs in this process; an outline asked for before would load its ends a second time.
         target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
-        samples, tokenized = tokenize_all(read_conversations(self._conversations_file()), target.tokenizer, recipe.data)
-        self.say(f"conversations: {tokenized.line()}")
+        samples = self._samples(read_conversations(self._conversations_file()))
         layout, origin = self._capture_layout(), self._provenance()
         return OnlineFeatures(target, samples, layout, recipe.capture, origin, cache=cache)
 

@@ -195,3 +195,10 @@ def test_what_works_in_one_process_says_so(recipe: Path, monkeypatch: pytest.Mon
     for command in ("regenerate", "export", "bench", "tune", "generate"):
         asked = ("-p", "x") if command == "generate" else ()
         assert f"{command} works in one process; 2 were started" in fails(command, recipe, *asked)
+
+
+def test_a_target_without_a_tokenizer_is_named(recipe: Path, target: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(target, bare, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    served = ("capture.backend=vllm", f"target.path={bare}")
+    assert "has no tokenizer beside its weights" in fails("capture", recipe, *served)
