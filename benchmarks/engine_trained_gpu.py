@@ -82,8 +82,8 @@ def trained(arguments: argparse.Namespace) -> None:
     target = Target.load(arguments.target, dtype="bfloat16", device="cuda", fuse=fuse)
     draft = Draft.load(arguments.draft, dtype="bfloat16", device="cuda").eval()
     prompts = []
-    for prompt in read_prompts(arguments.prompts)[: arguments.limit]:
-        turn = [{"role": "user", "content": prompt.turns[0]}]
+    for asked in read_prompts(arguments.prompts)[: arguments.limit]:
+        turn = [{"role": "user", "content": asked.turns[0]}]
         ids = target.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
         prompts.append([int(token) for token in ids])
     longest = max(len(prompt) for prompt in prompts) + arguments.new

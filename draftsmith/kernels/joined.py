@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def join_rows(parameters: Sequence[nn.Parameter]) -> Tensor:
+def join_rows(parameters: Sequence[Tensor]) -> Tensor:
     """One tensor [sum of rows, ...] of parameters [rows, ...] of one dtype, which become views of it, so that memory
     does not double. Parameters that lie so already stay where they are."""
     first = parameters[0]
