@@ -90,7 +90,7 @@ def test_held_out_accept_length_is_the_engines(tmp_path, steps, lr):
             max_steps=steps,
             lr=lr,
             tokens_per_row=256,
-            num_anchors=32,
+            num_anchors=16,
             rows_per_step=2,
             rows_per_forward=2,
             eval_share=0.3,

@@ -57,7 +57,7 @@ def online(target, cache=None, samples=None) -> OnlineFeatures:
 
 
 def run(target, source, run_dir, resume=False, **fields):
-    chosen = options(**{"max_steps": 16, "rows_per_step": 3, "eval_every": 5, "lr": 1e-3, **fields})
+    chosen = options(**{"max_steps": 11, "rows_per_step": 3, "eval_every": 5, "lr": 1e-3, **fields})
     train(
         draft_section=section(),
         target=target,

@@ -1,26 +1,23 @@
 """Domino from capture to decoding: it learns the counting language, and its output is the target's own."""
 
-import itertools
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from scipy import stats
-from torch import Tensor
 
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
-from draftsmith.decoding.request import Generation, Request
-from draftsmith.decoding.sampling import SamplingOptions, distribution
+from draftsmith.decoding.request import Generation
+from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
 from draftsmith.training.warm_start import read_warm_start
 from tests.families.counting import assert_commits_maximum, train_counting
+from tests.test_losslessness import SAMPLINGS, SMALL, decode_small, p_value, small_models
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
 
@@ -112,43 +109,13 @@ def test_greedy_equals_plain_decoding_when_the_draft_is_often_right() -> None:
     assert {1, 2, 3} <= lengths
 
 
-SMALL, ROWS, PROMPT = 6, 6_000, (2, 5, 0)
-
-
-@cache
-def small_target() -> Target:
-    return tiny_target("qwen3", vocab_size=SMALL, num_layers=2, seed=11)
-
-
-def triples(sampling: SamplingOptions) -> Tensor:
-    """The probability of every triple of first tokens, by enumeration with the model's own forward: [6 * 6 * 6]."""
-    pairs = torch.tensor(list(itertools.product(range(SMALL), repeat=2)))
-    texts = torch.cat((torch.tensor(PROMPT).expand(len(pairs), -1), pairs), dim=1)
-    with torch.no_grad():
-        p = distribution(small_target().model(texts).logits[:, len(PROMPT) - 1 :], sampling).double()
-    rows = torch.arange(len(pairs))
-    return ((p[rows, 0, pairs[:, 0]] * p[rows, 1, pairs[:, 1]])[:, None] * p[:, 2]).flatten()
-
-
-def p_value(results: list[Generation], sampling: SamplingOptions) -> float:
-    """Chi-square of the first three tokens; triples expected fewer than 5 times count as one cell."""
-    first = torch.tensor([result.token_ids[:3] for result in results])
-    found = torch.bincount(first @ torch.tensor([SMALL * SMALL, SMALL, 1]), minlength=SMALL**3).double()
-    expected = triples(sampling) * len(results)
-    assert (found[expected == 0] == 0).all()
-    rare = expected < 5
-    found = torch.cat((found[~rare], found[rare].sum()[None]))
-    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
-    kept = expected > 0
-    return float(stats.chisquare(found[kept].numpy(), expected[kept].numpy(), sum_check=False).pvalue)
-
-
 def sampled(shift: bool, prefix: int, sampling: SamplingOptions, *, wrong_q: bool = False) -> list[Generation]:
-    draft = domino_draft(small_target(), shift, prefix, block_size=3, seed=2)
-    engine = Engine(small_target(), draft)
+    target, _ = small_models()
+    draft = domino_draft(target, shift, prefix, num_layers=1, block_size=3, seed=2)
+    engine = Engine(target, draft)
     if wrong_q:
         engine.proposer = Forgetful(engine.proposer)
-    return engine.decode(Request.of([PROMPT] * ROWS, max_new_tokens=4, sampling=sampling, seed=1))
+    return decode_small(engine, sampling, new=4, rows=6_000)
 
 
 class Forgetful:
@@ -162,7 +129,7 @@ class Forgetful:
         return type(proposals)(proposals.token_ids, torch.full_like(proposals.q, 1 / SMALL))
 
 
-@pytest.mark.parametrize("sampling", [SamplingOptions(1.0), SamplingOptions(0.7, top_p=0.8, top_k=4)])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(("shift", "prefix"), [(True, 1), (False, 0)])
 def test_sampled_output_has_the_targets_distribution(shift: bool, prefix: int, sampling: SamplingOptions) -> None:
     results = sampled(shift, prefix, sampling)
@@ -171,5 +138,4 @@ def test_sampled_output_has_the_targets_distribution(shift: bool, prefix: int, s
 
 
 def test_a_wrong_q_is_caught() -> None:
-    sampling = SamplingOptions(1.0)
-    assert p_value(sampled(True, 1, sampling, wrong_q=True), sampling) < 1e-6
+    assert p_value(sampled(True, 1, SAMPLINGS[0], wrong_q=True), SAMPLINGS[0]) < 1e-6

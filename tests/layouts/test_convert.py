@@ -28,7 +28,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(draft=drafts(), first=st.sampled_from(WRITABLE), second=st.sampled_from(WRITABLE))
 def test_there_and_back(tmp_path_factory: pytest.TempPathFactory, draft: Draft, first: str, second: str) -> None:
     root = tmp_path_factory.mktemp("convert")
