@@ -14,6 +14,7 @@ from draftsmith.capture.sglang import engine_arguments
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import LAYOUTS
+from draftsmith.targets.options import TargetOptions
 from tests.layouts.drafts import HEADS, simple_draft, target_ends
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
@@ -72,7 +73,7 @@ def test_layouts(method: Algorithm):
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_capture(method: Algorithm):
     layout = method.capture(simple_draft(method.architecture).config)
-    refused = not accepted(lambda: engine_arguments("target", layout, SglangOptions()))
+    refused = not accepted(lambda: engine_arguments(TargetOptions(path="target"), layout, SglangOptions()))
     assert (table("capabilities.md", "table: capture")[method.name]["sglang"] == "refused") == refused
 
 
