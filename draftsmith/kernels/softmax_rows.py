@@ -13,24 +13,25 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+PER = 16
 WARPS = 8
 
 
 @triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, correction_ptr, labels_ptr, lse_ptr, loss_ptr, best_ptr, width,
-    HAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * width
     correction_ptr += row * width
-    columns = tl.arange(0, BLOCK)
-    # Per lane: the largest value so far with its first column. For all lanes: the largest value so far (a number from
-    # the beginning, since -inf less -inf is none), to which the sums of exponentials are relative.
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    place = tl.zeros((BLOCK,), tl.int32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    top = tl.full((), -3.0e38, tl.float32)
+    # A lane reads PER columns that lie side by side. It keeps its own largest value (a number from the beginning, since
+    # -inf less -inf is none) and the sum of exponentials relative to that: lanes meet at the end only.
+    columns = PER * tl.arange(0, BLOCK // PER)[:, None] + tl.arange(0, PER)[None, :]
+    highest = tl.full((BLOCK // PER, PER), float("-inf"), tl.float32)
+    place = tl.zeros((BLOCK // PER, PER), tl.int32)
+    total = tl.zeros((BLOCK // PER,), tl.float32)
+    top = tl.full((BLOCK // PER,), -3.0e38, tl.float32)
     for start in range(0, width, BLOCK):
         inside = start + columns < width
         x = tl.load(logits_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
@@ -39,12 +40,14 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
         higher = x > highest
         place = tl.where(higher, start + columns, place)
         highest = tl.where(higher, x, highest)
-        raised = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - raised) + tl.exp(x - raised)
+        raised = tl.maximum(top, tl.max(x, 1))
+        total = total * tl.exp(top - raised) + tl.sum(tl.exp(x - raised[:, None]), 1)
         top = raised
-    lse = top + tl.log(tl.sum(total, 0))
+    largest = tl.max(top, 0)
+    lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
     # Ties go to the lowest column. A row without a finite maximum (NaN) has no best column; 0 stands there.
-    best = tl.min(tl.where(highest == tl.max(highest, 0), place, width), 0)
+    first = tl.where(highest == tl.max(tl.max(highest, 1), 0), place, width)
+    best = tl.min(tl.min(first, 1), 0)
     best = tl.where(best < width, best, 0)
     tl.store(lse_ptr + row, lse)
     tl.store(best_ptr + row, best.to(tl.int64))
@@ -141,7 +144,7 @@ def statistics(logits: Tensor, correction: Tensor | None, labels: Tensor) -> tup
     if rows:
         _statistics_kernel[(rows,)](
             logits, logits if correction is None else correction, labels, lse, losses, best, width,
-            HAS_CORRECTION=correction is not None, BLOCK=BLOCK, num_warps=WARPS,
+            HAS_CORRECTION=correction is not None, BLOCK=BLOCK, PER=PER, num_warps=WARPS,
         )  # fmt: skip
     return lse, losses, best
 
