@@ -6,6 +6,7 @@ import random
 import pytest
 
 from draftsmith import generate
+from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.anchors import Anchored, anchored, replay
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.tune import Shape, candidates, shapes, tune
@@ -24,6 +25,7 @@ HEADS = {
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     },
+    "domino": {"emb_dim": 8, "gru_hidden_dim": 12, "pure_draft_prefix_len": 1, "shift_label": True},
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3},
 }
 DRAFT_SEED = 2
@@ -52,11 +54,13 @@ def test_a_replay_commits_what_the_engine_commits(target, method):
         assert [replay(text, proposals) for text in texts] == [one.accept_lengths for one in decoded]
 
 
-def test_a_replay_of_a_smaller_block_is_the_engines(target):
-    draft = draft_of(target, "dflash", block_size=6).with_block_size(3)
+@pytest.mark.parametrize("method", HEADS)
+def test_a_replay_of_a_smaller_block_is_the_engines(target, method):
+    draft = draft_of(target, method, block_size=6).with_block_size(3)
     (plain,) = generate(target, None, PROMPTS[:1], max_new_tokens=20)
     (decoded,) = generate(target, draft, PROMPTS[:1], max_new_tokens=20)
-    assert replay(anchored(target, draft, PROMPTS[0], plain.token_ids), 2) == decoded.accept_lengths
+    proposals = algorithm_for(draft.config).block_layout(draft.config).max_proposals
+    assert replay(anchored(target, draft, PROMPTS[0], plain.token_ids), proposals) == decoded.accept_lengths
     assert decoded.token_ids == plain.token_ids
 
 
