@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.limits import shared_memory
 from draftsmith.kernels.overlap import overlapping
 
 MAX_SPLITS = 32
@@ -253,7 +254,9 @@ def block_attention(
     tiles = triton.cdiv(rows, block_m)
     splits = splits or split_count(batch * kv_heads * tiles, block_m)
     # A large tile computes long enough on each tile of keys to have the next one there in time.
-    stages, warps = stages or (2 if block_m == 128 else 3), warps or (8 if block_m == 128 else 4)
+    fits = (block_m + 3 * 2 * block_n) * block_d * q.element_size() <= shared_memory(q.device)
+    stages = stages or (3 if block_m < 128 and fits else 2)
+    warps = warps or (8 if block_m == 128 else 4)
 
     # Heads innermost but one, as a projection that follows reads it.
     out = q.new_empty(batch, width, heads, dim).transpose(1, 2)

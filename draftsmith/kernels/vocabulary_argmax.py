@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.limits import shared_memory
 from draftsmith.kernels.overlap import overlapping
 
 
@@ -101,7 +102,8 @@ def vocabulary_argmax(
         raise ValueError(f"states {tuple(hidden.shape)} {hidden.dtype}, head {tuple(weight.shape)} {weight.dtype}")
     x = hidden.reshape(-1, inner).contiguous()
     rows = x.shape[0]
-    most = 32 if x.dtype == torch.float32 else 128 if rows <= 256 else 256
+    many = rows > 256 and shared_memory(x.device) >= 3 * 64 * (256 + 128) * x.element_size()  # of a pipeline of 3 tiles
+    most = 32 if x.dtype == torch.float32 else 256 if many else 128
     block_m = block_m or max(16, min(most, triton.next_power_of_2(rows)))
     block_n = block_n or (64 if block_m <= 32 else 128)
     block_k = block_k or (128 if block_m <= 32 and x.dtype != torch.float32 and inner % 128 == 0 else 64)
