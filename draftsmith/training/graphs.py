@@ -94,7 +94,7 @@ def _tensors(batch: MicroBatch) -> list[Tensor]:
 def _with_tensors(batch: MicroBatch, tensors: Sequence[Tensor]) -> MicroBatch:
     """The batch with other tensors, in the order of `_tensors`."""
     given = iter(tensors)
-    own = {name: next(given) for name in ("input_ids", "loss_mask", "positions", "document")}
+    own: dict[str, Any] = {name: next(given) for name in ("input_ids", "loss_mask", "positions", "document")}
     features = {name: next(given) for name in sorted(batch.packed.features)}
     packed = replace(batch.packed, features=features, **own)
     blocks: dict[str, Any] = {name: next(given) for name in batch.blocks.tensors()}
