@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
@@ -46,15 +47,27 @@ def demo(run, overrides, *, fresh=False):
     return report, out.getvalue()
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, overrides):
+    """A demo from nothing: its run, its report and what it showed."""
+    run = tmp_path_factory.mktemp("made") / "run"
+    return run, *demo(run, overrides)
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """A copy of that run, times of change included."""
+    return shutil.copytree(made[0], tmp_path / "run")
+
+
 def contents(run):
     """Every file with its time of change, but the exported draft's and the recipe, which are written each time."""
     files = (path for path in run.rglob("*") if path.is_file() and not {"draft", RECIPE_FILE} & set(path.parts[-2:]))
     return {path: path.stat().st_mtime_ns for path in files}
 
 
-def test_the_demo_makes_everything_and_shows_it(tmp_path, overrides):
-    run = tmp_path / "run"
-    report, shown = demo(run, overrides)
+def test_the_demo_makes_everything_and_shows_it(made, overrides):
+    run, report, shown = made
     assert report == read_report(run / "bench.json")
     assert equal_share(report.answers) == 1.0
     assert "100 %" in shown
@@ -65,28 +78,22 @@ def test_the_demo_makes_everything_and_shows_it(tmp_path, overrides):
     assert (run / "draft" / "config.json").is_file()
 
 
-def test_a_second_demo_skips_what_is_done(tmp_path, overrides):
-    run = tmp_path / "run"
-    first, _ = demo(run, overrides)
+def test_a_second_demo_skips_what_is_done(made, run, overrides):
     before = contents(run)
-    second, shown = demo(run, overrides)
-    assert second == first
+    report, shown = demo(run, overrides)
+    assert report == made[1]
     assert contents(run) == before
     assert shown.count("done already") == 4
 
 
-def test_changed_settings_redo_that_stage_and_what_follows(tmp_path, overrides):
-    run = tmp_path / "run"
-    demo(run, overrides)
+def test_changed_settings_redo_that_stage_and_what_follows(run, overrides):
     before = contents(run)
     demo(run, [*overrides, "train.max_steps=4"])
     changed = {path.relative_to(run).parts[0] for path, time in contents(run).items() if before.get(path) != time}
     assert changed == {"train", "stages", "bench.json", "bench.jsonl", "bench.html"}
 
 
-def test_fresh_starts_over_and_spares_strangers(tmp_path, overrides):
-    run = tmp_path / "run"
-    demo(run, overrides)
+def test_fresh_starts_over_and_spares_strangers(run, tmp_path, overrides):
     before = contents(run)
     demo(run, overrides, fresh=True)
     after = contents(run)
