@@ -18,7 +18,6 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.files import file_sha256
 from draftsmith.features.manifest import MANIFEST_FILE, StoreError, read_manifest
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.launcher import process_count
 from draftsmith.option_rules import ImportRequest
 from draftsmith.stages import Stages, one_process, use_own_device
 from draftsmith.training.warm_start import read_warm_start
@@ -29,9 +28,9 @@ class StoreStages(Stages):
 
     def capture(self, *, fresh: bool = False) -> None:
         """Conversations through the target -> the feature store `features/`."""
+        if fresh:
+            one_process("--fresh")
         recipe, directory = self.recipe, self.recipe.features
-        if fresh and process_count() > 1:
-            raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
         source = self._conversations_file()
         conversations = read_conversations(source)
 

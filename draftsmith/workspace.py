@@ -98,9 +98,9 @@ class Workspace(StoreStages):
 
         Raises `KeyboardInterrupt` when a signal stopped the training, whose state is saved by then.
         """
+        if fresh:
+            one_process("--fresh")
         recipe, directory = self.recipe, self.recipe.training
-        if fresh and process_count() > 1:
-            raise DraftsmithError(f"--fresh works with one process only; remove {directory} and start again without it")
         online = recipe.train.features == "online"
         store = None if online else Store.open(recipe.features)
 

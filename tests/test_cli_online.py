@@ -54,7 +54,7 @@ def test_options_that_do_not_go_together_are_errors(recipe, tmp_path, monkeypatc
     )
     assert "train.online.cache" in message
     assert "2 processes" in message
-    assert "--fresh works with one process only" in fails("train", recipe, f"run={tmp_path / 'run'}", "--fresh")
+    assert "--fresh works in one process" in fails("train", recipe, f"run={tmp_path / 'run'}", "--fresh")
 
 
 def test_a_target_that_a_server_runs_is_not_loaded(recipe, tmp_path, monkeypatch):

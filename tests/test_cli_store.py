@@ -188,7 +188,7 @@ def test_a_damaged_shard_is_mended_by_deleting_it_and_capturing_again(recipe: Pa
 
 def test_what_works_in_one_process_says_so(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--fresh works with one process only" in fails("capture", recipe, "--fresh")
+    assert "--fresh works in one process; 2 were started" in fails("capture", recipe, "--fresh")
     assert "--remask works in one process; 2 were started" in fails("capture", recipe, "--remask")
     said = ("--import", recipe.parent, "--from", "specforge", "--tap-ids", "1", "--final-state", "none")
     assert "--import works in one process; 2 were started" in fails("capture", recipe, *said)
