@@ -21,7 +21,7 @@ from draftsmith import Draft, Target, generate
 from draftsmith.algorithms.search import BlockSearch
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.kernels.keys import key_ids
-from draftsmith.kernels.low_rank_pruning import leaders_reference, row_norms, upper_bounds
+from draftsmith.kernels.low_rank_pruning import leaders_reference, row_bounds, upper_bounds
 
 LEADING = (16, 32)
 BITS = (8, 4)
@@ -42,7 +42,7 @@ class Shares:
             return
         self.weight = weight
         wide = weight.float()
-        self.parts = {"norms": row_norms(weight), "wide": wide}
+        self.parts = {"bounds": row_bounds(weight), "norms": wide.norm(dim=-1), "wide": wide}
         directions = torch.linalg.svd(wide.T @ wide).Vh  # [E, E], the leading ones first
         for count in LEADING:
             if count < wide.shape[1]:
@@ -62,9 +62,14 @@ class Shares:
         scores = b + change
         leaders = leaders_reference(base)
         lower = scores.gather(-1, leaders.firsts.long()).amax(-1, keepdim=True)
-        bounds = upper_bounds(base, self.parts["norms"], latent)
+        bounds = upper_bounds(base, self.parts["bounds"], latent)
         length = u.norm(dim=-1, keepdim=True)
-        left = {"rule": bounds >= lower, "rule, were the best known": bounds >= scores.amax(-1, keepdim=True)}
+        plain = b + length * self.parts["norms"] >= lower
+        left = {
+            "rule": bounds >= lower,
+            "Cauchy-Schwarz on the rows": plain,
+            "rule, were the best known": bounds >= scores.amax(-1, keepdim=True),
+        }
         for name, kept in self.parts.items():
             if "leading" in name:
                 lead, inside, outside = kept

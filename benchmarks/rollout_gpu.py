@@ -28,7 +28,7 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.kernels.keys import key_ids
 from draftsmith.kernels.low_rank_argmax import low_rank_argmax, new_keys
-from draftsmith.kernels.low_rank_pruning import leaders, pruned_low_rank_argmax, row_norms
+from draftsmith.kernels.low_rank_pruning import leaders, pruned_low_rank_argmax, row_bounds
 from draftsmith.targets.ends import TargetEnds
 
 VOCAB, HIDDEN = 151936, 4096
@@ -221,10 +221,10 @@ def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
         for size in (spread / 2, spread, 2 * spread, 4 * spread):
             latent = torch.randn(batch, 256, device=DEVICE, dtype=DTYPE)
             weight = torch.randn(VOCAB, 256, device=DEVICE, dtype=DTYPE) * (size / 16)
-            norms, few = row_norms(weight), leaders(base.flatten(0, 1)).unflatten((batch, 15)).of((slice(None), 3))
+            bounds, few = row_bounds(weight), leaders(base.flatten(0, 1)).unflatten((batch, 15)).of((slice(None), 3))
             read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
             keys = new_keys(batch, device=DEVICE)
-            pruned_low_rank_argmax(base[:, 3], weight, latent, keys, norms=norms, leaders=few, read=read)
+            pruned_low_rank_argmax(base[:, 3], weight, latent, keys, bounds=bounds, leaders=few, read=read)
             yield {"part": "share read", "batch": batch, "spread": size, "share": float(read.float().mean()) / VOCAB}
 
 
@@ -239,10 +239,13 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
         vocab, rank = ((151936, 256), (49152, 64), (20011, 130))[kind % 3]
         spread = (0.02, 0.1, 0.3, 1.0)[kind // 3 % 4]
         weight = torch.randn(vocab, rank, device=DEVICE, dtype=DTYPE) * spread
+        if kind % 4 == 2:  # a few strong directions, as trained heads have
+            strong = torch.randn(vocab, 8, device=DEVICE, dtype=DTYPE) @ torch.randn(8, rank, device=DEVICE, dtype=DTYPE)
+            weight = 0.05 * weight + strong * (spread / 3)
         if kind % 2:  # equal rows, and rows of very different norms
             weight[vocab // 2 : vocab // 2 + 500] = weight[:500]
             weight *= torch.rand(vocab, 1, device=DEVICE, generator=generator).to(DTYPE) ** 4
-        norms = row_norms(weight)
+        bounds = row_bounds(weight)
         for _ in range(20):
             base = (3 * torch.randn(batch, vocab, device=DEVICE, generator=generator)).to(DTYPE)
             if kind % 2:
@@ -253,7 +256,7 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
                 one, other = new_keys(batch, device=DEVICE), new_keys(batch, device=DEVICE)
                 low_rank_argmax(base, weight, latent, one)
                 read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-                pruned_low_rank_argmax(base, weight, latent, other, norms=norms, leaders=few, read=read)
+                pruned_low_rank_argmax(base, weight, latent, other, bounds=bounds, leaders=few, read=read)
                 mismatches += (one != other).sum()
                 rows_read += read.sum()
                 rows += batch * vocab

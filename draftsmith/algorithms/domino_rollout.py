@@ -53,7 +53,7 @@ class KeyedDominoProposer:
         with_table: bool,
         kernels: bool,
     ) -> "KeyedDominoProposer":
-        """The proposer over this part of the vocabulary; builds the token table and the norms of W2's rows. Raises
+        """The proposer over this part of the vocabulary; builds the token table and the bounds of W2's rows. Raises
         `DraftsmithError` for a head that the kernels cannot hold."""
         head = cast(DominoHead, draft.head)
         if kernels and head.prefix_gru.hidden_size > MAX_WIDTH:
@@ -68,7 +68,7 @@ class KeyedDominoProposer:
 
         table = Derived(weights, lambda rows, weight: token_table(rows, weight, scale)) if with_table else None
         search = Search.of(lambda: head.output_weight, part, pruned=pruned, kernels=kernels)
-        for derived in (table, search.norms):
+        for derived in (table, search.bounds):
             if derived is not None:
                 derived()
         return cls(draft, ends, part.ends(ends), layout, num_proposals, search, table, kernels)

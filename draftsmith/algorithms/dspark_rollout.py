@@ -44,11 +44,11 @@ class KeyedDSparkProposer:
         kernels: bool,
         min_survival: float | None,
     ) -> "KeyedDSparkProposer":
-        """The proposer over this part of the vocabulary; computes the norms of W2's rows."""
+        """The proposer over this part of the vocabulary; computes the bounds of W2's rows."""
         head = cast(DSparkHead, draft.head)
         search = Search.of(lambda: head.markov_head.markov_w2.weight, part, pruned=pruned, kernels=kernels)
-        if search.norms is not None:
-            search.norms()
+        if search.bounds is not None:
+            search.bounds()
         return cls(draft, part.ends(ends), layout, num_proposals, search, min_survival)
 
     @torch.no_grad()

@@ -30,12 +30,12 @@ PRUNED_ROWS = 2
 class Search:
     """Where a proposer looks for tokens: the correction's output matrix of its part of the vocabulary [n, E], and how.
 
-    norms: of the matrix's rows, where rows that cannot win are not read. kernels: whether to run the Triton kernels or
+    bounds: of the matrix's rows, where rows that cannot win are not read. kernels: whether to run the Triton kernels or
     their PyTorch references.
     """
 
     weight: Derived[Tensor]
-    norms: Derived[Tensor] | None
+    bounds: Derived[pruning.RowBounds] | None
     part: VocabularyPart
     kernels: bool
 
@@ -46,8 +46,8 @@ class Search:
         if kernels:
             _check_rank(weight(), pruned)
         own = Derived(lambda: (weight(),), lambda whole: whole.detach()[part.first : part.last])
-        norms = Derived(lambda: (own(),), pruning.row_norms) if pruned else None
-        return cls(own, norms, part, kernels)
+        bounds = Derived(lambda: (own(),), pruning.row_bounds) if pruned else None
+        return cls(own, bounds, part, kernels)
 
     def block(self, base: Tensor, anchor_ids: Tensor, sampler: KeyedSampler) -> "BlockSearch":
         """Begins a block: base [batch, P, n], the slots' logits; anchor_ids [batch] int64."""
@@ -86,7 +86,7 @@ class BlockSearch:
         self.filtered_q: list[Tensor] = []
         self.leaders: pruning.Leaders | None = None
         # Rows prune each for itself, so that more of them soon read the matrix more than once.
-        prunes = search.norms is not None and (batch <= PRUNED_ROWS or not search.kernels)
+        prunes = search.bounds is not None and (batch <= PRUNED_ROWS or not search.kernels)
         if prunes and sampler.greedy:
             find = pruning.leaders if search.kernels else pruning.leaders_reference
             self.leaders = find(base.flatten(0, 1)).unflatten((batch, steps))
@@ -145,7 +145,7 @@ class BlockSearch:
                 base, weight, latent, keys, self.scores[:, step], temperature=sampler.temperature, seeds=sampler.seeds,
                 positions=sampler.anchors, draw=step, previous=previous, first_id=search.part.first,
             )  # fmt: skip
-        elif self.leaders is None or search.norms is None or weight is None or latent is None:
+        elif self.leaders is None or search.bounds is None or weight is None or latent is None:
             # Every other step walks backwards: what the step before read last is still in the cache.
             dense.low_rank_argmax(
                 base, weight, latent, keys, previous=previous, first_id=search.part.first, reverse=step % 2 == 1,
@@ -154,13 +154,14 @@ class BlockSearch:
         else:
             # The first search waits for all that is made once a block; later ones read it before they wait.
             pruning.pruned_low_rank_argmax(
-                base, weight, latent, keys, norms=search.norms(), leaders=self.leaders.of((slice(None), step)),
+                base, weight, latent, keys, bounds=search.bounds(), leaders=self.leaders.of((slice(None), step)),
                 previous=previous, first_id=search.part.first, overlap=step > 0,
             )  # fmt: skip
 
     def _run_reference(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
         base, search, sampler = self.base[:, step], self.search, self.sampler
         first = search.part.first
+        corrects = weight is not None
         if weight is None or latent is None:
             weight, latent = base.new_zeros(base.shape[1], 1), base.new_zeros(base.shape[0], 1)
         elif previous is not None:
@@ -170,10 +171,10 @@ class BlockSearch:
             found, self.scores[:, step] = dense.low_rank_sample_reference(
                 base, weight, latent, noise, sampler.temperature, first
             )
-        elif self.leaders is None or search.norms is None:
+        elif self.leaders is None or search.bounds is None or not corrects:
             found = dense.low_rank_argmax_reference(base, weight, latent, first)
         else:
             found = pruning.pruned_low_rank_argmax_reference(
-                base, weight, latent, search.norms(), self.leaders.firsts[:, step], first
+                base, weight, latent, search.bounds(), self.leaders.firsts[:, step], first
             )
         self.keys[step + 1].copy_(found)

@@ -1,18 +1,26 @@
 """The argmax of `base + W2 u` without reading the rows of W2 that cannot win, and the same token every time.
 
-**The bound.** Let w be a row of W2, n >= |w| its stored norm, b its base logit, t = |u| n. By Cauchy-Schwarz
-b + w.u <= b + t. A kernel's score s is that sum in fp32: the products of bf16 or fp16 numbers are exact (those of fp32
-numbers are off by 2^-24 of themselves), and E + 1 additions, in whatever order and with the base as first or as last
-term, are each off by at most 2^-22 of the sum of the magnitudes, which allows for matrix units that truncate. That sum
-is at most |b| + |w||u| <= |b| + t, so
+**The bound.** Let w be a row of W2, b its base logit, u the latent. A few directions Q_i and, for every row, numbers
+a_i are chosen beforehand so that w is nearly the sum of a_i Q_i; r is what is left of it, and n >= |r| its stored norm.
+Then, whatever Q and a are (both are rounded to bf16 before r is computed), by Cauchy-Schwarz
 
-    s <= b + t + c (|b| + t) + d,    c = (E + 16) 2^-21,    d = 2^-114.
+    w.u = sum a_i (Q_i.u) + r.u <= sum a_i (Q_i.u) + |u| n.
 
-c is twice what the additions need; the other half covers the second-order terms, the rounding of the bound itself (four
-operations), and the norms, each of which is computed with a relative error below E 2^-24: n in fp64 and rounded up, |u|
-in fp32 from u scaled to a largest entry of 1, so that no square underflows or overflows. d covers products that
-underflow. Where the bound overflows, or a base logit is infinite, it is infinite or NaN, and the row counts as able to
-win.
+Trained heads have a few strong directions, and most of what Cauchy-Schwarz on w itself would allow lies along them.
+
+**Rounding.** Let m >= |w| + sum |a_i| |Q_i|, also stored. A kernel's score s is b + w.u in fp32: the products of bf16
+or fp16 numbers are exact (those of fp32 numbers are off by 2^-24 of themselves), and E + 1 additions, in whatever order
+and with the base as first or as last term, are each off by at most 2^-22 of the sum of the magnitudes, which allows for
+matrix units that truncate. That sum is at most |b| + |u| m. The bound's own sums have E + 16 terms, in fp32 without
+matrix units, of magnitudes that add up to at most |u| m. So
+
+    s <= b + sum a_i (Q_i.u) + |u| n + c (|b| + |u| m) + d,    c = (E + 16) 2^-20,    d = 2^-114.
+
+c is more than twice what all these additions need; the rest covers second-order terms, the last few operations, and the
+stored numbers, which are computed in fp64 and rounded up. d covers products of the score that underflow; those of the
+bound cannot do harm, because u is scaled to a largest entry of 1 first and 2^-120 is added to n. Where a sum overflows,
+|u| m does so as well; the bound is then infinite or NaN, as it is for infinite base logits, and the row counts as able
+to win.
 
 **The rule.** L is the score of some rows, computed by the same instructions as every other score. A row is left out
 when its bound is *below* L. Its score is then below L as well, so it is neither the best nor equal to the best, and the
@@ -41,6 +49,9 @@ GROUP, LEADERS = 512, 4
 FIRSTS = 16
 """Rows that give the lower bound L: the best of the groups' best."""
 
+DIRECTIONS = 16
+"""Of the matrix's rows, of which the bound knows how far each row goes along them."""
+
 UNDERFLOW = 2.0**-114
 
 MAX_ROW_BYTES = 1024
@@ -49,22 +60,58 @@ MAX_ROW_BYTES = 1024
 
 def slack(rank: int) -> float:
     """c of the module's docstring."""
-    return (rank + 16) * 2.0**-21
+    return (rank + 16) * 2.0**-20
 
 
-def row_norms(weight: Tensor) -> Tensor:
-    """|w| of every row, rounded up: weight [V, E] -> [V] fp32."""
-    parts = [part.double().norm(dim=-1) for part in weight.split(8192)]  # a copy in fp64 of the whole would be large
-    return torch.nextafter(torch.cat(parts).float(), weight.new_tensor(float("inf"), dtype=torch.float32))
+class RowBounds(NamedTuple):
+    """What bounds know of W2 [V, E]: directions [DIRECTIONS, E] bf16 (Q), along [V, DIRECTIONS] bf16 (a), beside [V]
+    fp32 (n) and sizes [V] fp32 (m)."""
+
+    directions: Tensor
+    along: Tensor
+    beside: Tensor
+    sizes: Tensor
 
 
-def upper_bounds(base: Tensor, norms: Tensor, latent: Tensor) -> Tensor:
-    """What no score exceeds: base [batch, V], norms [V], latent [batch, E] -> [batch, V] fp32."""
+def row_bounds(weight: Tensor) -> RowBounds:
+    """The bounds' side of every row: weight [V, E]. The directions are those along which its rows are largest. Raises
+    `ValueError` for numbers that are not finite."""
+    rank = weight.shape[1]
+    parts = weight.split(8192)  # a copy in fp64 of the whole would be large
+    gram = torch.zeros(rank, rank, dtype=torch.float64, device=weight.device)
+    for part in parts:
+        gram += part.double().T @ part.double()
+    if not gram.isfinite().all():
+        raise ValueError("the correction's output matrix holds numbers that are not finite")
+    found = torch.linalg.eigh(gram).eigenvectors.T.flip(0)[:DIRECTIONS]  # the largest first
+    directions = torch.zeros(DIRECTIONS, rank, dtype=torch.bfloat16, device=weight.device)
+    directions[: len(found)] = found.to(torch.bfloat16)
+    wide = directions.double()
+    lengths = wide.norm(dim=-1)
+    along, beside, sizes = [], [], []
+    for part in parts:
+        rows = part.double()
+        coefficients = (rows @ wide.T).to(torch.bfloat16)
+        exact = coefficients.double()
+        along.append(coefficients)
+        beside.append((rows - exact @ wide).norm(dim=-1) * (1 + 2.0**-40) + 2.0**-120)
+        sizes.append((rows.norm(dim=-1) + exact.abs() @ lengths) * (1 + 2.0**-40))
+    return RowBounds(directions, torch.cat(along), _rounded_up(torch.cat(beside)), _rounded_up(torch.cat(sizes)))
+
+
+def _rounded_up(numbers: Tensor) -> Tensor:
+    return torch.nextafter(numbers.float(), numbers.new_tensor(float("inf"), dtype=torch.float32))
+
+
+def upper_bounds(base: Tensor, bounds: RowBounds, latent: Tensor) -> Tensor:
+    """What no score exceeds: base [batch, V], bounds of the matrix, latent [batch, E] -> [batch, V] fp32."""
     largest = latent.float().abs().amax(-1, keepdim=True)
     scaled = latent.float() / torch.where(largest == 0, 1.0, largest)
-    reach = largest * scaled.square().sum(-1, keepdim=True).sqrt() * norms
+    length = scaled.square().sum(-1, keepdim=True).sqrt()
+    along = (scaled @ bounds.directions.float().T) @ bounds.along.float().T
+    reach = largest * (along + length * bounds.beside)
     wide = base.float()
-    return wide + reach + (slack(latent.shape[-1]) * (wide.abs() + reach) + UNDERFLOW)
+    return wide + (reach + (slack(latent.shape[-1]) * (wide.abs() + length * bounds.sizes * largest) + UNDERFLOW))
 
 
 class Leaders(NamedTuple):
@@ -89,12 +136,12 @@ class Leaders(NamedTuple):
 
 
 def pruned_low_rank_argmax_reference(
-    base: Tensor, weight: Tensor, latent: Tensor, norms: Tensor, firsts: Tensor, first_id: int = 0
+    base: Tensor, weight: Tensor, latent: Tensor, bounds: RowBounds, firsts: Tensor, first_id: int = 0
 ) -> Tensor:
     """Plain PyTorch for `pruned_low_rank_argmax`, by the same rule: keys [batch] int64."""
     scores = low_rank_scores(base, weight, latent)
     lower = scores.gather(-1, firsts.long()).amax(-1, keepdim=True)
-    left_out = upper_bounds(base, norms, latent) < lower
+    left_out = upper_bounds(base, bounds, latent) < lower
     ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
     return pack_keys(scores, ids).masked_fill(left_out, LOWEST_KEY).amax(-1)
 
@@ -165,10 +212,11 @@ def leaders(base: Tensor) -> Leaders:
 
 @triton.jit
 def _pruned_kernel(  # type: ignore[no-untyped-def]
-    base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr, norms_ptr, ids_ptr, limits_ptr, firsts_ptr, scratch_ptr,
-    read_ptr, base_stride, ids_stride, limits_stride, firsts_stride, vocab, rank, groups, first_id, slack, underflow,
+    base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr,
+    directions_ptr, along_ptr, beside_ptr, sizes_ptr, ids_ptr, limits_ptr, firsts_ptr, scratch_ptr, read_ptr,
+    base_stride, ids_stride, limits_stride, firsts_stride, vocab, rank, groups, first_id, slack, underflow,
     SPAN: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
-    GROUP: tl.constexpr, LEADERS: tl.constexpr, FIRSTS: tl.constexpr,
+    GROUP: tl.constexpr, LEADERS: tl.constexpr, FIRSTS: tl.constexpr, DIRECTIONS: tl.constexpr,
     GATHER: tl.constexpr, REPORT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
@@ -192,7 +240,13 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     some_base = tl.load(base_ptr + some, mask=listed, other=0.0).to(tl.float32)
     tokens = part * SPAN + tl.arange(0, SPAN)
     token_ok = tokens < vocab
-    norms = tl.load(norms_ptr + tokens, mask=token_ok, other=0.0)
+    ways = tl.arange(0, DIRECTIONS)
+    directions = tl.load(directions_ptr + ways[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
+    along = tl.load(
+        along_ptr + tokens.to(tl.int64)[:, None] * DIRECTIONS + ways[None, :], mask=token_ok[:, None], other=0.0
+    )
+    beside = tl.load(beside_ptr + tokens, mask=token_ok, other=0.0)
+    sizes = tl.load(sizes_ptr + tokens, mask=token_ok, other=0.0)
     base = tl.load(base_ptr + tokens, mask=token_ok, other=0.0).to(tl.float32)
     limit = tl.load(limits_ptr + row * limits_stride + tokens // GROUP, mask=token_ok, other=0)
     behind = token_ok & (pack_keys_in_kernel(base, tokens) < limit)
@@ -208,7 +262,8 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     wide = latent.to(tl.float32)
     largest = tl.max(tl.abs(wide), 0)
     scaled = wide / tl.where(largest == 0.0, 1.0, largest)
-    length = largest * tl.sqrt(tl.sum(scaled * scaled, 0))
+    length = tl.sqrt(tl.sum(scaled * scaled, 0))
+    turned = tl.sum(directions.to(tl.float32) * scaled[None, :], 1)
 
     score = tl.dot(weight, columns, input_precision="ieee") + tl.broadcast_to(some_base[:, None], [TILE, 16])
     score = tl.max(score, 1)
@@ -216,8 +271,8 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     key = tl.where(listed, pack_keys_in_kernel(score, some + first_id), -9223372036854775808)
     best = tl.max(key, 0)
 
-    reach = length * norms
-    bound = base + reach + (slack * (tl.abs(base) + reach) + underflow)
+    reach = largest * (tl.sum(along.to(tl.float32) * turned[None, :], 1) + length * beside)
+    bound = base + (reach + (slack * (tl.abs(base) + length * sizes * largest) + underflow))
     able = (bound < lower) == 0
     if REPORT:
         tl.atomic_add(read_ptr + row, tl.sum((token_ok & able).to(tl.int32), 0))
@@ -254,28 +309,31 @@ def pruned_low_rank_argmax(
     latent: Tensor,
     keys: Tensor,
     *,
-    norms: Tensor,
+    bounds: RowBounds,
     leaders: Leaders,
     previous: Tensor | None = None,
     first_id: int = 0,
     read: Tensor | None = None,
-    span: int = 2048,
+    span: int = 1024,
     warps: int = 4,
     stages: int = 1,
     overlap: bool = True,
 ) -> None:
     """Raises `keys` to the best token's key, as `low_rank_argmax` does, reading only rows of W2 that may win.
 
-    norms as from `row_norms` of this weight; leaders as from `leaders` of this base, for part of a vocabulary of this
+    bounds as from `row_bounds` of this weight; leaders as from `leaders` of this base, for part of a vocabulary of this
     part. Any `firsts` are right; the better their scores, the fewer rows are read. read [batch] int32, if given, is
-    raised by the number of rows that the bound left. Base, norms and leaders are read before the kernel's predecessor
+    raised by the number of rows that the bound left. Base, bounds and leaders are read before the kernel's predecessor
     has ended: they must have been made before the chain of launches began, whose first has overlap=False. The other
     arguments as for `low_rank_argmax`.
     """
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
-    if norms.shape != (vocab,) or norms.dtype != torch.float32:
-        raise ValueError(f"norms must be fp32 [{vocab}], got {norms.dtype} {tuple(norms.shape)}")
+    rank = weight.shape[1]
+    wanted = ((DIRECTIONS, rank), (vocab, DIRECTIONS), (vocab,), (vocab,))
+    for name, shape, given in zip(RowBounds._fields, wanted, bounds, strict=True):
+        if given.shape != shape or not given.is_contiguous():
+            raise ValueError(f"{name} of the bounds must be contiguous {list(shape)}, got {list(given.shape)}")
     groups = triton.cdiv(vocab, GROUP)
     sizes = (("ids", torch.int32, groups * LEADERS), ("limits", torch.int64, groups), ("firsts", torch.int32, FIRSTS))
     for (name, dtype, size), given in zip(sizes, leaders, strict=True):
@@ -285,17 +343,16 @@ def pruned_low_rank_argmax(
             )
     if span % GROUP or span // GROUP * LEADERS + FIRSTS > TILE_ROWS:
         raise ValueError(f"span is {span}; allowed: a multiple of {GROUP} whose leaders fit a tile of {TILE_ROWS}")
-    rank = weight.shape[1]
     if rank * weight.element_size() > MAX_ROW_BYTES:
         raise ValueError(f"rows of {rank} {weight.dtype} are too long; the kernel takes up to {MAX_ROW_BYTES} bytes")
     parts = triton.cdiv(vocab, span)
     scratch = torch.empty(batch * parts * span, dtype=torch.int32, device=base.device)
     _pruned_kernel[(parts, batch)](
-        base, weight, latent, keys if previous is None else previous, keys, norms, *leaders, scratch,
+        base, weight, latent, keys if previous is None else previous, keys, *bounds, *leaders, scratch,
         scratch if read is None else read, base.stride(0), *(part.stride(0) for part in leaders), vocab, rank, groups,
         first_id, slack(rank), UNDERFLOW,
         SPAN=span, TILE=TILE_ROWS, BLOCK_E=max(16, triton.next_power_of_2(rank)),
-        GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS,
+        GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS, DIRECTIONS=DIRECTIONS,
         GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps,
         **overlapping(base.device, overlap),
     )  # fmt: skip

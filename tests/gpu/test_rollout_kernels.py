@@ -21,7 +21,7 @@ from draftsmith.kernels.low_rank_pruning import (
     leaders,
     leaders_reference,
     pruned_low_rank_argmax,
-    row_norms,
+    row_bounds,
 )
 from draftsmith.kernels.noise import gumbel_noise
 
@@ -65,7 +65,7 @@ def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
     few = leaders(base)
     assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
     read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    pruned_low_rank_argmax(base, weight, latent, pruned, norms=row_norms(weight), leaders=few, first_id=7, read=read)
+    pruned_low_rank_argmax(base, weight, latent, pruned, bounds=row_bounds(weight), leaders=few, first_id=7, read=read)
     assert torch.equal(keys, pruned), "scores and tokens agree bit for bit"
     assert (read >= 1).all()
     # Mutated: one row of W2 that should win, does.
@@ -73,7 +73,7 @@ def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
     weight[winner] = 50.0 * latent[0]
     for search in (
         lambda out: low_rank_argmax(base, weight, latent, out),
-        lambda out: pruned_low_rank_argmax(base, weight, latent, out, norms=row_norms(weight), leaders=few),
+        lambda out: pruned_low_rank_argmax(base, weight, latent, out, bounds=row_bounds(weight), leaders=few),
     ):
         out = new_keys(batch, device=DEVICE)
         search(out)
@@ -90,7 +90,7 @@ def test_latents_from_a_table_and_no_correction(dtype: torch.dtype) -> None:
     low_rank_argmax(base, weight, table[ids].contiguous(), wanted)
     low_rank_argmax(base, weight, table, gathered, previous=previous)
     few = leaders(base)
-    pruned_low_rank_argmax(base, weight, table, pruned, norms=row_norms(weight), leaders=few, previous=previous)
+    pruned_low_rank_argmax(base, weight, table, pruned, bounds=row_bounds(weight), leaders=few, previous=previous)
     assert torch.equal(wanted, gathered)
     assert torch.equal(wanted, pruned)
     low_rank_argmax(base, None, None, plain)

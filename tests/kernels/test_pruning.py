@@ -15,11 +15,12 @@ from draftsmith.kernels.keys import key_ids
 from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_argmax_reference, low_rank_scores, new_keys
 from draftsmith.kernels.low_rank_pruning import (
     Leaders,
+    RowBounds,
     leaders,
     leaders_reference,
     pruned_low_rank_argmax,
     pruned_low_rank_argmax_reference,
-    row_norms,
+    row_bounds,
     upper_bounds,
 )
 
@@ -109,12 +110,12 @@ def test_the_rule_never_changes_the_token(
     base, weight, latent = operands(maker, batch, vocab, rank, seed, spread)
     dense = low_rank_argmax_reference(base, weight, latent)
     few = leaders_reference(base).firsts
-    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_norms(weight), few), dense)
+    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_bounds(weight), few), dense)
     # Any rows may give the lower bound.
     arbitrary = torch.randint(vocab, few.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_norms(weight), arbitrary), dense)
+    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_bounds(weight), arbitrary), dense)
     scores = low_rank_scores(base, weight, latent)
-    assert not (upper_bounds(base, row_norms(weight), latent) < scores).any()
+    assert not (upper_bounds(base, row_bounds(weight), latent) < scores).any()
 
 
 KERNEL_CASES = [(maker, 1, 347, 24) for maker in MAKERS] + [(ties, 3, 347, 7), (ordinary, 8, 129, 5), (ties, 33, 64, 3)]
@@ -127,12 +128,12 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab:
     assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
     pruned, dense = new_keys(batch, device=CPU), new_keys(batch, device=CPU)
     read = torch.zeros(batch, dtype=torch.int32)
-    norms = row_norms(weight)
-    pruned_low_rank_argmax(base, weight, latent, pruned, norms=norms, leaders=few, read=read, span=256)
+    bounds = row_bounds(weight)
+    pruned_low_rank_argmax(base, weight, latent, pruned, bounds=bounds, leaders=few, read=read, span=256)
     low_rank_argmax(base, weight, latent, dense)
     assert torch.equal(key_ids(pruned), key_ids(dense))
     lower = low_rank_scores(base, weight, latent).gather(-1, few.firsts.long()).amax(-1, keepdim=True)
-    left = (~(upper_bounds(base, norms, latent) < lower)).sum(-1)
+    left = (~(upper_bounds(base, bounds, latent) < lower)).sum(-1)
     assert ((read - left).abs() <= 2).all(), "but for bounds that rounding moves across the limit"
     if maker is clear_top:
         assert (read <= 2).all()
@@ -145,12 +146,12 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab:
         base[0, winner] = 2e4
         again = new_keys(batch, device=CPU)
         few = leaders(base)
-        pruned_low_rank_argmax(base, weight, latent, again, norms=row_norms(weight), leaders=few, span=256)
+        pruned_low_rank_argmax(base, weight, latent, again, bounds=row_bounds(weight), leaders=few, span=256)
         assert int(key_ids(again)[0]) == winner
 
 
-def test_norms_that_are_too_small_would_lose_the_token() -> None:
-    """Mutated: half the norms, and a row whose score is its bound is never read."""
+def test_bounds_that_are_too_small_would_lose_the_token() -> None:
+    """Mutated: what the matrix's bounds say halved, and a row whose score is nearly its bound is never read."""
     base, weight, latent = operands(ordinary, 1, 300, 40, 3, 0.01)
     base[:, 5], base[:, 101] = 12.0, -10.0
     weight[101] = latent[0] * (25.0 / latent[0].square().sum())
@@ -158,18 +159,61 @@ def test_norms_that_are_too_small_would_lose_the_token() -> None:
     right = low_rank_argmax_reference(base, weight, latent)
     assert int(key_ids(right)[0]) == 101
     assert not (few == 101).any()
-    wrong = pruned_low_rank_argmax_reference(base, weight, latent, 0.5 * row_norms(weight), few)
+    bounds = row_bounds(weight)
+    halved = RowBounds(bounds.directions, bounds.along / 2, bounds.beside / 2, bounds.sizes / 2)
+    wrong = pruned_low_rank_argmax_reference(base, weight, latent, halved, few)
     assert not torch.equal(wrong, right)
+
+
+def strong_directions(vocab: int, rank: int, count: int, seed: int) -> Tensor:
+    """A matrix with a few strong directions and a rest, as trained heads have."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    return draw(vocab, count) @ draw(count, rank) + 0.02 * draw(vocab, rank)
+
+
+def test_strong_directions_leave_few_rows() -> None:
+    """Where Cauchy-Schwarz on the rows themselves leaves nearly all."""
+    weight, generator = strong_directions(1001, 48, 6, 0), torch.Generator().manual_seed(1)
+    base = 3 * torch.randn(4, 1001, generator=generator)
+    base[:, 7] = 24.0
+    latent = 0.2 * torch.randn(4, 48, generator=generator)
+    few = leaders_reference(base).firsts
+    scores = low_rank_scores(base, weight, latent)
+    lower = scores.gather(-1, few.long()).amax(-1, keepdim=True)
+    left = upper_bounds(base, row_bounds(weight), latent) >= lower
+    plain = base + latent.norm(dim=-1, keepdim=True) * weight.norm(dim=-1) >= lower
+    assert left.float().mean() < 0.02
+    assert plain.float().mean() > 0.4
+    assert (scores <= upper_bounds(base, row_bounds(weight), latent)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_bounds_know_is_right(dtype: torch.dtype) -> None:
+    """m and n are what the proof says they are, in fp64."""
+    weight = (strong_directions(301, 23, 3, 2) * torch.logspace(-3, 3, 301)[:, None]).to(dtype)
+    weight[5] = 0.0
+    bounds = row_bounds(weight)
+    wide, q, a = weight.double(), bounds.directions.double(), bounds.along.double()
+    assert (bounds.beside.double() >= (wide - a @ q).norm(dim=-1)).all()
+    assert (bounds.sizes.double() >= wide.norm(dim=-1) + a.abs() @ q.norm(dim=-1)).all()
+    assert (bounds.beside < 0.2 * bounds.sizes).float().mean() > 0.9
+    weight[3, 1] = float("inf")
+    with pytest.raises(ValueError, match="not finite"):
+        row_bounds(weight)
 
 
 def test_what_the_kernel_refuses() -> None:
     base, weight, latent = operands(ordinary, 2, 130, 4, 0, 1.0)
-    norms, few = row_norms(weight), leaders_reference(base)
+    bounds, few = row_bounds(weight), leaders_reference(base)
     keys = new_keys(2, device=CPU)
-    with pytest.raises(ValueError, match=r"norms must be fp32 \[130\]"):
-        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms[1:], leaders=few)
+    with pytest.raises(ValueError, match=r"along of the bounds must be contiguous \[130, 16\], got \[129, 16\]"):
+        pruned_low_rank_argmax(base, weight, latent, keys, bounds=row_bounds(weight[1:]), leaders=few)
     wrong = Leaders(few.ids, few.limits, few.firsts.long())
     with pytest.raises(ValueError, match=r"firsts of the leaders must be torch.int32 \[2, 8\]"):
-        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms, leaders=wrong)
+        pruned_low_rank_argmax(base, weight, latent, keys, bounds=bounds, leaders=wrong)
     with pytest.raises(ValueError, match="span is 96; allowed: a multiple of 64"):
-        pruned_low_rank_argmax(base, weight, latent, keys, norms=norms, leaders=few, span=96)
+        pruned_low_rank_argmax(base, weight, latent, keys, bounds=bounds, leaders=few, span=96)
