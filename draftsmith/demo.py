@@ -99,5 +99,6 @@ def next_steps(recipe: Recipe) -> str:
         f"  draftsmith generate {kept} -p 'Count from 1 to 20.'\n"
         f"  draftsmith inspect {run}\n"
         f"  draftsmith train {kept} --resume {longer}\n"
+        f"  draftsmith export {kept}\n"
         f"  draftsmith bench {kept} bench.max_new_tokens=256"
     )
