@@ -240,8 +240,8 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
         spread = (0.02, 0.1, 0.3, 1.0)[kind // 3 % 4]
         weight = torch.randn(vocab, rank, device=DEVICE, dtype=DTYPE) * spread
         if kind % 4 == 2:  # a few strong directions, as trained heads have
-            strong = torch.randn(vocab, 8, device=DEVICE, dtype=DTYPE) @ torch.randn(8, rank, device=DEVICE, dtype=DTYPE)
-            weight = 0.05 * weight + strong * (spread / 3)
+            along = torch.randn(vocab, 8, device=DEVICE, dtype=DTYPE) * (spread / 3)
+            weight = 0.05 * weight + along @ torch.randn(8, rank, device=DEVICE, dtype=DTYPE)
         if kind % 2:  # equal rows, and rows of very different norms
             weight[vocab // 2 : vocab // 2 + 500] = weight[:500]
             weight *= torch.rand(vocab, 1, device=DEVICE, generator=generator).to(DTYPE) ** 4
