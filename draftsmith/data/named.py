@@ -59,7 +59,8 @@ def is_named(source: str) -> bool:
 def named_prompts(source: str) -> list[Prompt]:
     """The prompts of a named data set, in its order, with ids NAME-ROW (from 1).
 
-    DraftsmithError: the package `datasets` is not installed, or a row has other columns than the data set's.
+    DraftsmithError: the package `datasets` is not installed, the hub does not answer, or a row has other columns than
+    the data set's.
     """
     name, at, file = source.partition("@")
     if at:
@@ -98,5 +99,11 @@ def _download(name: str) -> Iterable[Mapping[str, Any]]:
             f"'draftsmith[data]'; or give a local file of its rows as {name}@FILE.jsonl"
         ) from error
     found = DATA_SETS[name]
-    rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(found.path, found.config, split=found.split)
+    try:
+        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(found.path, found.config, split=found.split)
+    except (OSError, ValueError) as error:  # no connection, no such data set; neither here nor in the cache
+        raise DraftsmithError(
+            f"the data set {name!r} ({found.path}) cannot be loaded from the hub: {error}; without a network, give a "
+            f"local file of its rows as {name}@FILE.jsonl"
+        ) from error
     return rows

@@ -49,6 +49,17 @@ def test_the_hub_is_asked_through_datasets(monkeypatch):
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
+def test_a_hub_that_does_not_answer_is_said(monkeypatch):
+    def refuse(*path, split):
+        raise ConnectionError("no route to host")
+
+    module = ModuleType("datasets")
+    module.load_dataset = refuse
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(DraftsmithError, match=r"'gsm8k' \(openai/gsm8k\).*no route to host.*gsm8k@FILE"):
+        find_prompts("gsm8k", "heldout")
+
+
 def test_what_is_missing_is_said(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DraftsmithError, match=r"(?s)'gsm8k'.*not installed.*draftsmith\[data\].*gsm8k@FILE"):
