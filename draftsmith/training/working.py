@@ -42,8 +42,9 @@ def _at_once(tensor: Tensor) -> Tensor:
 
     Of all that is ready it takes what was made last. Copies are made first, and would all wait for the backward's end.
     """
-    if tensor.grad_fn is not None:
-        tensor.grad_fn._set_sequence_nr(_AT_ONCE)
+    node: Any = tensor.grad_fn  # torch does not declare the method
+    if node is not None:
+        node._set_sequence_nr(_AT_ONCE)
     return tensor
 
 
