@@ -140,6 +140,7 @@ class Layer(nn.Module):
         before, after = Layer.before_attention, Layer.after_attention
         if self.fused:
             before, after = compiled(before), compiled(after)
+            _of_any_size(1, hidden, cosine, sine)
         queries, keys, values, state = before(self, hidden, cosine, sine)
         attention = self.self_attn
         mixed = attend(
@@ -151,6 +152,10 @@ class Layer(nn.Module):
             scale=attention.scale,
             sinks=attention.attention_sink_bias,
         )
+        if self.fused:
+            _of_any_size(2, mixed)
+            if state is not None:
+                _of_any_size(1, state)
         return after(self, mixed, hidden, state)
 
     def before_attention(
@@ -193,11 +198,16 @@ class Layer(nn.Module):
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch.compile: for the shapes that come first, then once more for all others.
-
-    Compiled as a function of the module, so that all layers share the code.
-    """
+    """The function under torch.compile. As a function of the module, so that all layers share the code; sizes that
+    change from batch to batch are told by `_of_any_size`, others are compiled as they come first, then once more."""
     return torch.compile(function, fullgraph=True)
+
+
+def _of_any_size(dim: int, *tensors: Tensor) -> None:
+    """Tell the compiler that this dimension, over blocks or slots, changes from batch to batch: code for any size is
+    then the first to be made, not the second."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 class Backbone(nn.Module):
@@ -256,4 +266,7 @@ class Backbone(nn.Module):
                 )
             else:
                 hidden = layer(hidden, cosine, sine, layer_context, attend)
-        return (compiled(RMSNorm.forward) if self.fused else RMSNorm.forward)(self.norm, hidden)
+        if not self.fused:
+            return cast(Tensor, self.norm(hidden))
+        _of_any_size(1, hidden)
+        return cast(Tensor, compiled(RMSNorm.forward)(self.norm, hidden))
