@@ -41,7 +41,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from device_timing import kernel_table
+from device_timing import kernel_table, say
 from transformers import AutoModelForCausalLM
 from two_gpus_rollouts import rollout_part
 from two_gpus_shapes import COUNT, RANK, Call, draft_section, first_alone, outline_of
@@ -183,6 +183,8 @@ def comparison(call: Call, run_dir: Path, reference: Path) -> dict[str, Any]:
     if not (reference / "metrics.jsonl").exists():
         return {**told, "alone": "not measured: run the same part with one process first"}
     alone = {entry["step"]: entry for entry in windows(reference)}
+    if not {entry["step"] for entry in found} <= alone.keys():
+        return {**told, "alone": f"reached step {max(alone, default=0)} only"}
     differences = [abs(entry["loss"] / alone[entry["step"]]["loss"] - 1) for entry in found]
     rate = sorted(entry["tokens_per_second"] for entry in list(alone.values())[1:])[(len(alone) - 1) // 2]
     told["loss_difference"] = float(f"{max(differences):.2g}")
@@ -272,18 +274,21 @@ def capture_part(call: Call, name: str = "qwen3-8b") -> dict[str, Any]:
         (reference / "rate.txt").write_text(str(told["tokens_s"]))
     elif (reference / "rate.txt").exists():
         told["times_alone"] = round(told["tokens_s"] / float((reference / "rate.txt").read_text()), 3)
-        told |= records_beside(Store.open(directory), Store.open(reference))
+        say(**told)  # reading both stores takes longer than the capture
+        told |= records_beside(Store.open(directory), Store.open(reference), device)
     return told
 
 
-def records_beside(one: Store, other: Store) -> dict[str, Any]:
+def records_beside(one: Store, other: Store, device: str) -> dict[str, Any]:
     """Whether two stores hold the same samples, and how many of their records are the same bit for bit."""
     numbers = {sample_id: number for number, sample_id in enumerate(other.sample_ids)}
     same_set = sorted(one.sample_ids) == sorted(numbers)
     equal, largest = 0, 0.0
     for number, sample_id in enumerate(one.sample_ids):
         a, b = one[number], other[numbers[sample_id]]
-        differences = [float((a.features[k].float() - b.features[k].float()).abs().max()) for k in a.features]
+        differences = [
+            float((a.features[k].to(device).float() - b.features[k].to(device).float()).abs().max()) for k in a.features
+        ]
         equal += max(differences) == 0 and torch.equal(a.input_ids, b.input_ids)
         largest = max(largest, *differences)
     return {"same_set": same_set, "equal_records": equal, "largest_difference": largest}
