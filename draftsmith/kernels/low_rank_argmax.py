@@ -162,6 +162,8 @@ class Tiling:
 
 
 GREEDY_TILING = Tiling()
+FEW_ROWS, FEW_ROWS_TILING = 2, Tiling(stages=2, programs=3)
+"""Of greedy searches of up to so many rows; each was slower with the other's."""
 SAMPLING_TILING = Tiling(stages=2, programs=3)
 TILE_ROWS = 64
 """Rows of a product in bf16 and fp16. One number for all searches: another would take other instructions, whose sums
@@ -233,7 +235,8 @@ def _scan(
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
     rank, item = (16, 2) if weight is None else (weight.shape[1], weight.element_size())
-    tiling = tiling or (GREEDY_TILING if sampling is None else SAMPLING_TILING)
+    greedy_tiling = FEW_ROWS_TILING if batch <= FEW_ROWS else GREEDY_TILING
+    tiling = tiling or (greedy_tiling if sampling is None else SAMPLING_TILING)
     # Noise is made for every column of a tile, so there are no more than needed; products alone come by sixteen.
     block_b = min(64, max(16 if sampling is None else 1, triton.next_power_of_2(batch)))
     block_e = max(16, triton.next_power_of_2(rank))

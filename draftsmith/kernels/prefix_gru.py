@@ -263,7 +263,7 @@ def _product_tile(width: int, block_b: int, weight: Tensor) -> tuple[int, int]:
     whole, and so has fetched them before the state is there."""
     columns = max(16, triton.next_power_of_2(width))
     if weight.element_size() < 4 and columns <= 1024 and block_b * columns <= 16384:
-        return 16, columns
+        return 32, columns
     return 32, tile_depth(256, width, weight)
 
 
