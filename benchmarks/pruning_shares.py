@@ -42,7 +42,7 @@ class Shares:
             return
         self.weight = weight
         wide = weight.float()
-        self.parts = {"bounds": row_bounds(weight), "norms": wide.norm(dim=-1), "wide": wide}
+        self.parts = {"bounds": row_bounds(weight, False), "strong": row_bounds(weight, True), "wide": wide}
         directions = torch.linalg.svd(wide.T @ wide).Vh  # [E, E], the leading ones first
         for count in LEADING:
             if count < wide.shape[1]:
@@ -64,12 +64,8 @@ class Shares:
         lower = scores.gather(-1, leaders.firsts.long()).amax(-1, keepdim=True)
         bounds = upper_bounds(base, self.parts["bounds"], latent)
         length = u.norm(dim=-1, keepdim=True)
-        plain = b + length * self.parts["norms"] >= lower
-        left = {
-            "rule": bounds >= lower,
-            "Cauchy-Schwarz on the rows": plain,
-            "rule, were the best known": bounds >= scores.amax(-1, keepdim=True),
-        }
+        left = {"norms": bounds >= lower, "norms, were the best known": bounds >= scores.amax(-1, keepdim=True)}
+        left["strong directions"] = upper_bounds(base, self.parts["strong"], latent) >= lower
         for name, kept in self.parts.items():
             if "leading" in name:
                 lead, inside, outside = kept
@@ -80,16 +76,19 @@ class Shares:
                 left[name] = b + u @ kept[0].T + length * kept[1] >= lower
         for name, mask in left.items():
             self.sums[f"share left: {name}"] += float(mask.float().mean(-1).sum())
-        left_behind = left["rule"].scatter(-1, leaders.ids.long(), False)
-        self.sums["steps with nothing but leaders"] += float((~left_behind.any(-1)).sum())
-        self.sums["share left over all rows of the batch"] += float(left["rule"].any(0).float().mean()) * len(base)
+        for name in ("norms", "strong directions"):
+            left_behind = left[name].scatter(-1, leaders.ids.long(), False)
+            self.sums[f"steps with nothing but leaders: {name}"] += float((~left_behind.any(-1)).sum())
+            self.sums[f"share left over all rows of the batch: {name}"] += float(
+                left[name].any(0).float().mean()
+            ) * len(b)
         best = scores.argmax(-1, keepdim=True)
         self.sums["token changed by the head"] += float((best != b.argmax(-1, keepdim=True)).sum())
         self.sums["token among the 4 likeliest"] += float((leaders.firsts[:, :4] == best).any(-1).sum())
         self.sums["spread of base"] += float(b.std(-1).sum())
         self.sums["top of base over its mean"] += float((b.amax(-1) - b.mean(-1)).sum())
         self.sums["spread of the correction"] += float(change.std(-1).sum())
-        self.sums["mean bound on the correction"] += float((length * self.parts["norms"]).mean(-1).sum())
+        self.sums["mean bound on the correction"] += float((length * self.parts["bounds"].beside).mean(-1).sum())
         self.steps += len(base)
 
     def means(self) -> dict[str, float]:

@@ -182,6 +182,7 @@ def rollouts(
         method = algorithm_for(draft.config)
         proposals = method.block_layout(draft.config).max_proposals
         variants: list[dict[str, Any]] = [{"rollout": "plain"}, {"rollout": "dense"}, {"rollout": "pruned"}]
+        variants.append({"rollout": "pruned", "strong_directions": True})
         if name == "domino":
             variants += [{**variant, "token_table": True} for variant in variants[1:]]
         for spread, batch in itertools.product(spreads, batches):
@@ -221,7 +222,8 @@ def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
         for size in (spread / 2, spread, 2 * spread, 4 * spread):
             latent = torch.randn(batch, 256, device=DEVICE, dtype=DTYPE)
             weight = torch.randn(VOCAB, 256, device=DEVICE, dtype=DTYPE) * (size / 16)
-            bounds, few = row_bounds(weight), leaders(base.flatten(0, 1)).unflatten((batch, 15)).of((slice(None), 3))
+            few = leaders(base.flatten(0, 1)).unflatten((batch, 15)).of((slice(None), 3))
+            bounds = row_bounds(weight, False)
             read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
             keys = new_keys(batch, device=DEVICE)
             pruned_low_rank_argmax(base[:, 3], weight, latent, keys, bounds=bounds, leaders=few, read=read)
@@ -232,7 +234,7 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
     """Pruned against dense on random operands of many kinds: the number of keys that differ."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     done = rows = 0
-    mismatches, rows_read = (torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in range(2))
+    mismatches, rows_read = (torch.zeros(count, dtype=torch.int64, device=DEVICE) for count in ((), 2))
     started = time.perf_counter()
     batch, kind = 64, 0
     while done < steps_wanted:
@@ -245,7 +247,7 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
         if kind % 2:  # equal rows, and rows of very different norms
             weight[vocab // 2 : vocab // 2 + 500] = weight[:500]
             weight *= torch.rand(vocab, 1, device=DEVICE, generator=generator).to(DTYPE) ** 4
-        bounds = row_bounds(weight)
+        both = row_bounds(weight, False), row_bounds(weight, True)
         for _ in range(20):
             base = (3 * torch.randn(batch, vocab, device=DEVICE, generator=generator)).to(DTYPE)
             if kind % 2:
@@ -253,19 +255,22 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
             few = leaders(base)
             for _ in range(60):
                 latent = torch.randn(batch, rank, device=DEVICE, dtype=DTYPE, generator=generator)
-                one, other = new_keys(batch, device=DEVICE), new_keys(batch, device=DEVICE)
+                one = new_keys(batch, device=DEVICE)
                 low_rank_argmax(base, weight, latent, one)
-                read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-                pruned_low_rank_argmax(base, weight, latent, other, bounds=bounds, leaders=few, read=read)
-                mismatches += (one != other).sum()
-                rows_read += read.sum()
+                for place, bounds in enumerate(both):
+                    other = new_keys(batch, device=DEVICE)
+                    read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+                    pruned_low_rank_argmax(base, weight, latent, other, bounds=bounds, leaders=few, read=read)
+                    mismatches += (one != other).sum()
+                    rows_read[place] += read.sum()
                 rows += batch * vocab
                 done += batch
         kind += 1
     ids = key_ids(one)
     yield {
         "part": "pruned against dense", "steps": done, "mismatches": int(mismatches), "kinds": kind,
-        "mean_share_read": float(rows_read) / rows, "seconds": time.perf_counter() - started, "last": int(ids[0]),
+        "mean_share_left": [float(left) / rows for left in rows_read],
+        "seconds": time.perf_counter() - started, "last": int(ids[0]),
     }  # fmt: skip
 
 

@@ -231,6 +231,7 @@ class Domino(Algorithm):
             count,
             part,
             pruned=rollout == "pruned",
+            strong_directions=options.strong_directions,
             with_table=options.token_table,
             kernels=draft.device.type == "cuda",
         )

@@ -287,6 +287,7 @@ class DSpark(Algorithm):
             count,
             part,
             pruned=rollout == "pruned",
+            strong_directions=options.strong_directions,
             kernels=draft.device.type == "cuda",
             min_survival=options.min_survival,
         )

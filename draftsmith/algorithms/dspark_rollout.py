@@ -41,12 +41,19 @@ class KeyedDSparkProposer:
         part: VocabularyPart,
         *,
         pruned: bool,
+        strong_directions: bool,
         kernels: bool,
         min_survival: float | None,
     ) -> "KeyedDSparkProposer":
         """The proposer over this part of the vocabulary; computes the bounds of W2's rows."""
         head = cast(DSparkHead, draft.head)
-        search = Search.of(lambda: head.markov_head.markov_w2.weight, part, pruned=pruned, kernels=kernels)
+        search = Search.of(
+            lambda: head.markov_head.markov_w2.weight,
+            part,
+            pruned=pruned,
+            strong_directions=strong_directions,
+            kernels=kernels,
+        )
         if search.bounds is not None:
             search.bounds()
         return cls(draft, part.ends(ends), layout, num_proposals, search, min_survival)

@@ -27,12 +27,15 @@ class RolloutOptions(Options):
     """Decoding options of a sequential head.
 
     `rollout`: `auto` is `dense` on a CUDA device and `plain` elsewhere. `dense` and `pruned` run kernels on a CUDA
-    device and their PyTorch references elsewhere, and need the package triton. `tensor_parallel`: every process of the
+    device and their PyTorch references elsewhere, and need the package triton. `strong_directions`: bounds of `pruned`
+    know how far rows go along the matrix's strongest directions, which leaves far fewer rows of trained heads.
+    `tensor_parallel`: every process of the
     default group works on its own part of the vocabulary, and all of them propose the same tokens; for `dense` and
     `pruned`.
     """
 
     rollout: Literal["auto", "plain", "dense", "pruned"] = "auto"
+    strong_directions: StrictBool = False
     tensor_parallel: StrictBool = False
 
     def resolve(self, method: str, device: torch.device) -> str:
@@ -44,6 +47,11 @@ class RolloutOptions(Options):
             raise DraftsmithError(
                 f"{method}: rollout 'plain' works on the whole vocabulary in one process; with tensor_parallel use "
                 "'dense' or 'pruned'"
+            )
+        if self.strong_directions and chosen != "pruned":
+            raise DraftsmithError(
+                f"{method}: strong_directions is True, and the rollout is {chosen!r}, which has no bounds; leave it "
+                "out, or set rollout to 'pruned'"
             )
         if chosen != "plain" and find_spec("triton") is None:
             raise DraftsmithError(

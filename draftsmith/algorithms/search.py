@@ -40,13 +40,15 @@ class Search:
     kernels: bool
 
     @classmethod
-    def of(cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool, kernels: bool) -> "Search":
+    def of(
+        cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool, strong_directions: bool, kernels: bool
+    ) -> "Search":
         """The search with a correction by `weight()` [V, E], the whole vocabulary's. Raises `DraftsmithError` for one
         too wide for the kernels."""
         if kernels:
             _check_rank(weight(), pruned)
         own = Derived(lambda: (weight(),), lambda whole: whole.detach()[part.first : part.last])
-        bounds = Derived(lambda: (own(),), pruning.row_bounds) if pruned else None
+        bounds = Derived(lambda: (own(),), lambda part: pruning.row_bounds(part, strong_directions)) if pruned else None
         return cls(own, bounds, part, kernels)
 
     def block(self, base: Tensor, anchor_ids: Tensor, sampler: KeyedSampler) -> "BlockSearch":

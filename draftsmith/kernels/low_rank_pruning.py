@@ -6,7 +6,8 @@ Then, whatever Q and a are (both are rounded to bf16 before r is computed), by C
 
     w.u = sum a_i (Q_i.u) + r.u <= sum a_i (Q_i.u) + |u| n.
 
-Trained heads have a few strong directions, and most of what Cauchy-Schwarz on w itself would allow lies along them.
+There may be no directions; then it is Cauchy-Schwarz on w itself. Trained heads have a few strong ones, and most of
+what that would allow lies along them.
 
 **Rounding.** Let m >= |w| + sum |a_i| |Q_i|, also stored. A kernel's score s is b + w.u in fp32: the products of bf16
 or fp16 numbers are exact (those of fp32 numbers are off by 2^-24 of themselves), and E + 1 additions, in whatever order
@@ -33,6 +34,7 @@ without asking, while the kernel before this one still computes the latent; L is
 that the bound leaves and that are not leaders are read after it. The order decides nothing but time.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +52,7 @@ FIRSTS = 16
 """Rows that give the lower bound L: the best of the groups' best."""
 
 DIRECTIONS = 16
-"""Of the matrix's rows, of which the bound knows how far each row goes along them."""
+"""The strongest of a matrix, of which bounds may know how far each row goes along them."""
 
 UNDERFLOW = 2.0**-114
 
@@ -64,8 +66,8 @@ def slack(rank: int) -> float:
 
 
 class RowBounds(NamedTuple):
-    """What bounds know of W2 [V, E]: directions [DIRECTIONS, E] bf16 (Q), along [V, DIRECTIONS] bf16 (a), beside [V]
-    fp32 (n) and sizes [V] fp32 (m)."""
+    """What bounds know of W2 [V, E]: directions [k, E] bf16 (Q), along [V, k] bf16 (a), beside [V] fp32 (n) and sizes
+    [V] fp32 (m), where k is 0 or `DIRECTIONS`."""
 
     directions: Tensor
     along: Tensor
@@ -73,20 +75,11 @@ class RowBounds(NamedTuple):
     sizes: Tensor
 
 
-def row_bounds(weight: Tensor) -> RowBounds:
+def row_bounds(weight: Tensor, with_directions: bool) -> RowBounds:
     """The bounds' side of every row: weight [V, E]. The directions are those along which its rows are largest. Raises
     `ValueError` for numbers that are not finite."""
-    rank = weight.shape[1]
     parts = weight.split(8192)  # a copy in fp64 of the whole would be large
-    gram = torch.zeros(rank, rank, dtype=torch.float64, device=weight.device)
-    for part in parts:
-        gram += part.double().T @ part.double()
-    if not gram.isfinite().all():
-        raise ValueError("the correction's output matrix holds numbers that are not finite")
-    found = torch.linalg.eigh(gram).eigenvectors.T.flip(0)[:DIRECTIONS]  # the largest first
-    directions = torch.zeros(DIRECTIONS, rank, dtype=torch.bfloat16, device=weight.device)
-    directions[: len(found)] = found.to(torch.bfloat16)
-    wide = directions.double()
+    wide = _strong_directions(parts) if with_directions else weight.new_zeros(0, weight.shape[1], dtype=torch.float64)
     lengths = wide.norm(dim=-1)
     along, beside, sizes = [], [], []
     for part in parts:
@@ -96,7 +89,23 @@ def row_bounds(weight: Tensor) -> RowBounds:
         along.append(coefficients)
         beside.append((rows - exact @ wide).norm(dim=-1) * (1 + 2.0**-40) + 2.0**-120)
         sizes.append((rows.norm(dim=-1) + exact.abs() @ lengths) * (1 + 2.0**-40))
+    directions = wide.to(torch.bfloat16)
     return RowBounds(directions, torch.cat(along), _rounded_up(torch.cat(beside)), _rounded_up(torch.cat(sizes)))
+
+
+def _strong_directions(parts: Sequence[Tensor]) -> Tensor:
+    """Directions [DIRECTIONS, E] fp64, whose numbers are bf16's, of a matrix in parts [*, E]; zeros where there are no
+    more."""
+    rank, device = parts[0].shape[1], parts[0].device
+    gram = torch.zeros(rank, rank, dtype=torch.float64, device=device)
+    for part in parts:
+        gram += part.double().T @ part.double()
+    if not gram.isfinite().all():
+        raise ValueError("the correction's output matrix holds numbers that are not finite")
+    found = torch.linalg.eigh(gram).eigenvectors.T.flip(0)[:DIRECTIONS]  # the strongest first
+    directions = torch.zeros(DIRECTIONS, rank, dtype=torch.float64, device=device)
+    directions[: len(found)] = found.to(torch.bfloat16).double()
+    return directions
 
 
 def _rounded_up(numbers: Tensor) -> Tensor:
@@ -240,13 +249,14 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     some_base = tl.load(base_ptr + some, mask=listed, other=0.0).to(tl.float32)
     tokens = part * SPAN + tl.arange(0, SPAN)
     token_ok = tokens < vocab
-    ways = tl.arange(0, DIRECTIONS)
-    directions = tl.load(directions_ptr + ways[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
-    along = tl.load(
-        along_ptr + tokens.to(tl.int64)[:, None] * DIRECTIONS + ways[None, :], mask=token_ok[:, None], other=0.0
-    )
     beside = tl.load(beside_ptr + tokens, mask=token_ok, other=0.0)
-    sizes = tl.load(sizes_ptr + tokens, mask=token_ok, other=0.0)
+    sizes = beside
+    if DIRECTIONS > 0:
+        ways = tl.arange(0, DIRECTIONS)
+        directions = tl.load(directions_ptr + ways[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
+        along_offset = tokens.to(tl.int64)[:, None] * DIRECTIONS + ways[None, :]
+        along = tl.load(along_ptr + along_offset, mask=token_ok[:, None], other=0.0)
+        sizes = tl.load(sizes_ptr + tokens, mask=token_ok, other=0.0)
     base = tl.load(base_ptr + tokens, mask=token_ok, other=0.0).to(tl.float32)
     limit = tl.load(limits_ptr + row * limits_stride + tokens // GROUP, mask=token_ok, other=0)
     behind = token_ok & (pack_keys_in_kernel(base, tokens) < limit)
@@ -263,7 +273,6 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     largest = tl.max(tl.abs(wide), 0)
     scaled = wide / tl.where(largest == 0.0, 1.0, largest)
     length = tl.sqrt(tl.sum(scaled * scaled, 0))
-    turned = tl.sum(directions.to(tl.float32) * scaled[None, :], 1)
 
     score = tl.dot(weight, columns, input_precision="ieee") + tl.broadcast_to(some_base[:, None], [TILE, 16])
     score = tl.max(score, 1)
@@ -271,7 +280,11 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     key = tl.where(listed, pack_keys_in_kernel(score, some + first_id), -9223372036854775808)
     best = tl.max(key, 0)
 
-    reach = largest * (tl.sum(along.to(tl.float32) * turned[None, :], 1) + length * beside)
+    reach = length * beside
+    if DIRECTIONS > 0:
+        turned = tl.sum(directions.to(tl.float32) * scaled[None, :], 1)
+        reach = tl.sum(along.to(tl.float32) * turned[None, :], 1) + reach
+    reach = largest * reach
     bound = base + (reach + (slack * (tl.abs(base) + length * sizes * largest) + underflow))
     able = (bound < lower) == 0
     if REPORT:
@@ -314,7 +327,7 @@ def pruned_low_rank_argmax(
     previous: Tensor | None = None,
     first_id: int = 0,
     read: Tensor | None = None,
-    span: int = 1024,
+    span: int | None = None,
     warps: int = 4,
     stages: int = 1,
     overlap: bool = True,
@@ -329,8 +342,11 @@ def pruned_low_rank_argmax(
     """
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
-    rank = weight.shape[1]
-    wanted = ((DIRECTIONS, rank), (vocab, DIRECTIONS), (vocab,), (vocab,))
+    rank, count = weight.shape[1], bounds.along.shape[-1]
+    if count not in (0, DIRECTIONS):
+        raise ValueError(f"bounds know {count} directions; allowed: 0 and {DIRECTIONS}")
+    span = span or (1024 if count else 2048)
+    wanted = ((count, rank), (vocab, count), (vocab,), (vocab,))
     for name, shape, given in zip(RowBounds._fields, wanted, bounds, strict=True):
         if given.shape != shape or not given.is_contiguous():
             raise ValueError(f"{name} of the bounds must be contiguous {list(shape)}, got {list(given.shape)}")
@@ -347,12 +363,14 @@ def pruned_low_rank_argmax(
         raise ValueError(f"rows of {rank} {weight.dtype} are too long; the kernel takes up to {MAX_ROW_BYTES} bytes")
     parts = triton.cdiv(vocab, span)
     scratch = torch.empty(batch * parts * span, dtype=torch.int32, device=base.device)
+    # Without directions the kernel reads `beside` alone; the other places have to hold something.
+    known: Sequence[Tensor] = bounds if count else [bounds.beside] * len(bounds)
     _pruned_kernel[(parts, batch)](
-        base, weight, latent, keys if previous is None else previous, keys, *bounds, *leaders, scratch,
+        base, weight, latent, keys if previous is None else previous, keys, *known, *leaders, scratch,
         scratch if read is None else read, base.stride(0), *(part.stride(0) for part in leaders), vocab, rank, groups,
         first_id, slack(rank), UNDERFLOW,
         SPAN=span, TILE=TILE_ROWS, BLOCK_E=max(16, triton.next_power_of_2(rank)),
-        GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS, DIRECTIONS=DIRECTIONS,
+        GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS, DIRECTIONS=count,
         GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps,
         **overlapping(base.device, overlap),
     )  # fmt: skip

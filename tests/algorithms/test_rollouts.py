@@ -68,18 +68,22 @@ def sampler(*rows: SamplingOptions, seed: int = 5) -> RowSampler:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("rollout", ["dense", "pruned"])
+@pytest.mark.parametrize(
+    "options",
+    [{"rollout": "dense"}, {"rollout": "pruned"}, {"rollout": "pruned", "strong_directions": True}],
+    ids=["dense", "pruned", "strong directions"],
+)
 @torch.no_grad()
-def test_greedy_rollouts_equal_the_plain_one(head: str, rollout: str) -> None:
+def test_greedy_rollouts_equal_the_plain_one(head: str, options: dict[str, Any]) -> None:
     draft, ends, hidden, anchors = case(head, 6)
     method, greedy = algorithm_for(draft.config), sampler(*[GREEDY] * 6)
     for count in (None, 3):
         plain = method.proposer(draft, ends, count).propose(hidden, anchors, greedy)
-        by_keys = method.proposer(draft, ends, count, rollout=rollout).propose(hidden, anchors, greedy)
+        by_keys = method.proposer(draft, ends, count, **options).propose(hidden, anchors, greedy)
         assert torch.equal(by_keys.token_ids, plain.token_ids)
         assert by_keys.q is None
     # Mutated: one row of W2 that should win, does.
-    proposer = method.proposer(draft, ends, rollout=rollout)
+    proposer = method.proposer(draft, ends, **options)
     weight = draft.head.output_weight if head == "domino" else draft.head.markov_head.markov_w2.weight
     weight[77] = 100.0
     weight[78] = -100.0
@@ -95,6 +99,7 @@ def test_greedy_rollouts_equal_the_plain_one(head: str, rollout: str) -> None:
         ("domino", 1, {"rollout": "dense"}),
         ("domino", 3, {"rollout": "dense", "token_table": True}),
         ("vanilla", 1, {"rollout": "pruned"}),
+        ("vanilla", 1, {"rollout": "pruned", "strong_directions": True}),
     ],
 )
 @torch.no_grad()
@@ -292,6 +297,7 @@ def test_what_rollouts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse("unknown field 'token_table' in the decoding options of dspark", dspark, token_table=True)
     refuse("token_table is True, and the rollout is 'plain'", token_table=True)
     refuse("rollout 'plain' works on the whole vocabulary", rollout="plain", tensor_parallel=True)
+    refuse("strong_directions is True, and the rollout is 'dense'", rollout="dense", strong_directions=True)
     more = tiny_target("llama", vocab_size=VOCAB + 4).ends
     for draft in (domino, dspark):
         refuse(r"logits of 96 tokens \(vocab_size\).*has 100; both must be the same", draft, more)

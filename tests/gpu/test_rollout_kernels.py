@@ -57,23 +57,25 @@ def check_best(keys: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize(("vocab", "rank"), SIZES)
 def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
     base, weight, latent = operands(batch, vocab, rank, dtype)
-    keys, backwards, pruned = (new_keys(batch, device=DEVICE) for _ in range(3))
+    keys, backwards = (new_keys(batch, device=DEVICE) for _ in range(2))
     low_rank_argmax(base, weight, latent, keys, first_id=7)
     check_best(keys, torch.nn.functional.pad(exact_scores(base, weight, latent), (7, 0), value=-1e30))
     low_rank_argmax(base, weight, latent, backwards, first_id=7, reverse=True)
     assert torch.equal(keys, backwards)
     few = leaders(base)
     assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
-    read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    pruned_low_rank_argmax(base, weight, latent, pruned, bounds=row_bounds(weight), leaders=few, first_id=7, read=read)
-    assert torch.equal(keys, pruned), "scores and tokens agree bit for bit"
-    assert (read >= 1).all()
+    for strong in (False, True):
+        pruned, read = new_keys(batch, device=DEVICE), torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+        bounds = row_bounds(weight, strong)
+        pruned_low_rank_argmax(base, weight, latent, pruned, bounds=bounds, leaders=few, first_id=7, read=read)
+        assert torch.equal(keys, pruned), "scores and tokens agree bit for bit"
+        assert (read >= 1).all()
     # Mutated: one row of W2 that should win, does.
     winner = vocab - 1
     weight[winner] = 50.0 * latent[0]
     for search in (
         lambda out: low_rank_argmax(base, weight, latent, out),
-        lambda out: pruned_low_rank_argmax(base, weight, latent, out, bounds=row_bounds(weight), leaders=few),
+        lambda out: pruned_low_rank_argmax(base, weight, latent, out, bounds=row_bounds(weight, True), leaders=few),
     ):
         out = new_keys(batch, device=DEVICE)
         search(out)
@@ -90,7 +92,7 @@ def test_latents_from_a_table_and_no_correction(dtype: torch.dtype) -> None:
     low_rank_argmax(base, weight, table[ids].contiguous(), wanted)
     low_rank_argmax(base, weight, table, gathered, previous=previous)
     few = leaders(base)
-    pruned_low_rank_argmax(base, weight, table, pruned, bounds=row_bounds(weight), leaders=few, previous=previous)
+    pruned_low_rank_argmax(base, weight, table, pruned, bounds=row_bounds(weight, True), leaders=few, previous=previous)
     assert torch.equal(wanted, gathered)
     assert torch.equal(wanted, pruned)
     low_rank_argmax(base, None, None, plain)

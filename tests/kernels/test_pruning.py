@@ -103,32 +103,34 @@ def operands(maker: object, batch: int, vocab: int, rank: int, seed: int, spread
     rank=st.sampled_from([1, 7, 40]),
     seed=st.integers(0, 2**31),
     spread=st.sampled_from([0.0, 1e-3, 0.1, 1.0, 30.0]),
+    strong=st.booleans(),
 )
 def test_the_rule_never_changes_the_token(
-    maker: object, batch: int, vocab: int, rank: int, seed: int, spread: float
+    maker: object, batch: int, vocab: int, rank: int, seed: int, spread: float, strong: bool
 ) -> None:
     base, weight, latent = operands(maker, batch, vocab, rank, seed, spread)
     dense = low_rank_argmax_reference(base, weight, latent)
-    few = leaders_reference(base).firsts
-    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_bounds(weight), few), dense)
+    few, bounds = leaders_reference(base).firsts, row_bounds(weight, strong)
+    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, bounds, few), dense)
     # Any rows may give the lower bound.
     arbitrary = torch.randint(vocab, few.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, row_bounds(weight), arbitrary), dense)
+    assert torch.equal(pruned_low_rank_argmax_reference(base, weight, latent, bounds, arbitrary), dense)
     scores = low_rank_scores(base, weight, latent)
-    assert not (upper_bounds(base, row_bounds(weight), latent) < scores).any()
+    assert not (upper_bounds(base, bounds, latent) < scores).any()
 
 
-KERNEL_CASES = [(maker, 1, 347, 24) for maker in MAKERS] + [(ties, 3, 347, 7), (ordinary, 8, 129, 5), (ties, 33, 64, 3)]
+KERNEL_CASES = [(maker, 1, 347, 24, strong) for maker in MAKERS for strong in (False, True)]
+KERNEL_CASES += [(ties, 3, 347, 7, False), (ordinary, 8, 129, 5, True), (ties, 33, 64, 3, False)]
 
 
-@pytest.mark.parametrize(("maker", "batch", "vocab", "rank"), KERNEL_CASES)
-def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab: int, rank: int) -> None:
+@pytest.mark.parametrize(("maker", "batch", "vocab", "rank", "strong"), KERNEL_CASES)
+def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab: int, rank: int, strong: bool) -> None:
     base, weight, latent = operands(maker, batch, vocab, rank, seed=batch, spread=0.2)
     few = leaders(base)
     assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
     pruned, dense = new_keys(batch, device=CPU), new_keys(batch, device=CPU)
     read = torch.zeros(batch, dtype=torch.int32)
-    bounds = row_bounds(weight)
+    bounds = row_bounds(weight, strong)
     pruned_low_rank_argmax(base, weight, latent, pruned, bounds=bounds, leaders=few, read=read, span=256)
     low_rank_argmax(base, weight, latent, dense)
     assert torch.equal(key_ids(pruned), key_ids(dense))
@@ -146,7 +148,7 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab:
         base[0, winner] = 2e4
         again = new_keys(batch, device=CPU)
         few = leaders(base)
-        pruned_low_rank_argmax(base, weight, latent, again, bounds=row_bounds(weight), leaders=few, span=256)
+        pruned_low_rank_argmax(base, weight, latent, again, bounds=row_bounds(weight, strong), leaders=few, span=256)
         assert int(key_ids(again)[0]) == winner
 
 
@@ -159,10 +161,11 @@ def test_bounds_that_are_too_small_would_lose_the_token() -> None:
     right = low_rank_argmax_reference(base, weight, latent)
     assert int(key_ids(right)[0]) == 101
     assert not (few == 101).any()
-    bounds = row_bounds(weight)
-    halved = RowBounds(bounds.directions, bounds.along / 2, bounds.beside / 2, bounds.sizes / 2)
-    wrong = pruned_low_rank_argmax_reference(base, weight, latent, halved, few)
-    assert not torch.equal(wrong, right)
+    for strong in (False, True):
+        bounds = row_bounds(weight, strong)
+        halved = RowBounds(bounds.directions, bounds.along / 2, bounds.beside / 2, bounds.sizes / 2)
+        wrong = pruned_low_rank_argmax_reference(base, weight, latent, halved, few)
+        assert not torch.equal(wrong, right)
 
 
 def strong_directions(vocab: int, rank: int, count: int, seed: int) -> Tensor:
@@ -184,11 +187,11 @@ def test_strong_directions_leave_few_rows() -> None:
     few = leaders_reference(base).firsts
     scores = low_rank_scores(base, weight, latent)
     lower = scores.gather(-1, few.long()).amax(-1, keepdim=True)
-    left = upper_bounds(base, row_bounds(weight), latent) >= lower
-    plain = base + latent.norm(dim=-1, keepdim=True) * weight.norm(dim=-1) >= lower
+    left = upper_bounds(base, row_bounds(weight, True), latent) >= lower
+    plain = upper_bounds(base, row_bounds(weight, False), latent) >= lower
     assert left.float().mean() < 0.02
     assert plain.float().mean() > 0.4
-    assert (scores <= upper_bounds(base, row_bounds(weight), latent)).all()
+    assert (scores <= upper_bounds(base, row_bounds(weight, True), latent)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -196,22 +199,23 @@ def test_what_bounds_know_is_right(dtype: torch.dtype) -> None:
     """m and n are what the proof says they are, in fp64."""
     weight = (strong_directions(301, 23, 3, 2) * torch.logspace(-3, 3, 301)[:, None]).to(dtype)
     weight[5] = 0.0
-    bounds = row_bounds(weight)
+    bounds = row_bounds(weight, True)
     wide, q, a = weight.double(), bounds.directions.double(), bounds.along.double()
     assert (bounds.beside.double() >= (wide - a @ q).norm(dim=-1)).all()
     assert (bounds.sizes.double() >= wide.norm(dim=-1) + a.abs() @ q.norm(dim=-1)).all()
     assert (bounds.beside < 0.2 * bounds.sizes).float().mean() > 0.9
+    assert (row_bounds(weight, False).beside.double() >= wide.norm(dim=-1)).all()
     weight[3, 1] = float("inf")
     with pytest.raises(ValueError, match="not finite"):
-        row_bounds(weight)
+        row_bounds(weight, True)
 
 
 def test_what_the_kernel_refuses() -> None:
     base, weight, latent = operands(ordinary, 2, 130, 4, 0, 1.0)
-    bounds, few = row_bounds(weight), leaders_reference(base)
+    bounds, few = row_bounds(weight, True), leaders_reference(base)
     keys = new_keys(2, device=CPU)
     with pytest.raises(ValueError, match=r"along of the bounds must be contiguous \[130, 16\], got \[129, 16\]"):
-        pruned_low_rank_argmax(base, weight, latent, keys, bounds=row_bounds(weight[1:]), leaders=few)
+        pruned_low_rank_argmax(base, weight, latent, keys, bounds=row_bounds(weight[1:], True), leaders=few)
     wrong = Leaders(few.ids, few.limits, few.firsts.long())
     with pytest.raises(ValueError, match=r"firsts of the leaders must be torch.int32 \[2, 8\]"):
         pruned_low_rank_argmax(base, weight, latent, keys, bounds=bounds, leaders=wrong)
