@@ -52,7 +52,7 @@ GAMMA = "draft.objective.weighting.gamma=4"
 DPACE = ("draft.objective.weighting=null", "draft.objective.weighting={kind: dpace, alpha: 0.5}")
 # Methods by the recipe `smollm2-METHOD`, and what each needs beyond what all share.
 METHODS: dict[str, tuple[str, ...]] = {
-    "dflash": (GAMMA,),
+    "dflash": (GAMMA, "draft.objective.negatives=null"),
     "dpace": (),
     "domino": (GAMMA, "draft.emb_dim=128"),
     "dspark": (GAMMA, "draft.markov_rank=128"),
@@ -339,8 +339,13 @@ def table_lines(results: list[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for result in results for name in result["benches"]))
     header = ["method", "steps", "training", "compiling and calibrating before it"]
     for name in names:
-        header += [f"{name}: accept length (95 %)", f"{name}: equal tokens"]
-    header += [f"{names[0]}, batch 1: plain tokens/s", "speculative tokens/s", "speed-up (95 %)"]
+        header += [f"{name}: accept length (95 %)", f"{name}: answers equal, width 1 / verify's"]
+    header += [
+        f"{names[0]}, batch 1: plain tokens/s",
+        "speculative tokens/s",
+        "speed-up (95 %)",
+        "speed-up of decoding",
+    ]
     rows = [header, ["---"] * len(header)]
     for result in results:
         row = [TITLES[result["part"]], f"{result['steps']:,}", f"{result['training_seconds']:.0f} s"]
@@ -351,18 +356,23 @@ def table_lines(results: list[dict[str, Any]]) -> list[str]:
             row += (
                 ["-", "-"]
                 if found is None or "accepted" not in found
-                else [_shown(found["accepted"], "accept_length"), percent(found["accepted"]["equal_share"])]
+                else [_shown(found["accepted"], "accept_length"), _equal(found["accepted"])]
             )
         alone = result["benches"].get(names[0], {}).get("alone")
         if alone is None:
-            row += ["-"] * 3
+            row += ["-"] * 4
         else:
-            speed, gain = alone["decode_tokens_per_second"]["value"], alone["decode_speedup"]["value"]
-            row += [number(speed / gain, 0), number(speed, 0), _shown(alone, "decode_speedup", "x")]
+            speed, gain = alone["tokens_per_second"]["value"], alone["speedup"]["value"]
+            row += [number(speed / gain, 0), number(speed, 0), _shown(alone, "speedup", "x")]
+            row.append(_shown(alone, "decode_speedup", "x"))
         rows.append(row)
     machines = list(dict.fromkeys(json.dumps(result["machine"]) for result in results))
     told = [", ".join(f"{name} {value}" for name, value in json.loads(machine).items()) for machine in machines]
     return [*("| " + " | ".join(row) + " |" for row in rows), "", f"Measured on: {'; '.join(told)}."]
+
+
+def _equal(found: dict[str, Any]) -> str:
+    return f"{percent(found['equal_prompts'])} / {percent(found['equal_at_width'])}"
 
 
 def _shown(found: dict[str, Any], name: str, suffix: str = "") -> str:

@@ -43,6 +43,7 @@ class Figures:
     slots: Slots
     equal_share: float | None
     equal_prompts: float | None
+    equal_at_width: float | None
     memory_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def figures(report: BenchReport, decoder: Decoder, batch_size: int) -> Figures:
     rounds = report.rounds_of(decoder.name, batch_size)
     plain = report.rounds_of(PLAIN, batch_size)
     drafted = decoder.name != PLAIN
-    cycles = [(_decode_seconds(r), r.cycles) for r in rounds if r.cycles]
+    cycles = [(_decode_seconds(r), r.cycles) for r in rounds if r.cycles] if _decode(rounds) else []
     return Figures(
         decoder=decoder.name,
         batch_size=batch_size,
@@ -87,6 +88,7 @@ def figures(report: BenchReport, decoder: Decoder, batch_size: int) -> Figures:
         slots=slot_acceptance(answers, decoder.proposals),
         equal_share=equal_share(answers) if drafted else None,
         equal_prompts=equal_prompts(answers) if drafted else None,
+        equal_at_width=equal_at_width(answers) if drafted else None,
         memory_bytes=decoder.memory_bytes.get(batch_size),
     )
 
@@ -162,8 +164,10 @@ def _whole(rounds: Sequence[Round]) -> list[tuple[float, float]]:
 
 def _decode(rounds: Sequence[Round]) -> list[tuple[float, float]]:
     """(tokens after the first of each row, seconds after the first tokens) of each round; rounds of single tokens are
-    left out."""
-    return [decode_sums(r) for r in rounds if r.tokens > len(r.prompts)]
+    left out. Empty, so that no figure comes of it, where a round took no longer than its first tokens alone: the
+    machine was disturbed, and what decoding took is not known."""
+    longer = [decode_sums(r) for r in rounds if r.tokens > len(r.prompts)]
+    return longer if all(seconds > 0 for _, seconds in longer) else []
 
 
 def decode_sums(round_: Round) -> tuple[float, float]:
@@ -200,4 +204,12 @@ def equal_prompts(answers: Sequence[BenchAnswer]) -> float | None:
     """Share of answers that are plain decoding's from end to end; None when sampling."""
     compared = [a for a in answers if a.equal_tokens is not None]
     whole = [a for a in compared if a.equal_tokens == len(a.token_ids) == a.plain_tokens]
+    return len(whole) / len(compared) if compared else None
+
+
+def equal_at_width(answers: Sequence[BenchAnswer]) -> float | None:
+    """Share of answers that are plain decoding's from end to end, at its own width or at the verify's; None when
+    sampling. Below 1, something other than rounding told them apart."""
+    compared = [a for a in answers if a.equal_tokens is not None]
+    whole = [a for a in compared if a.equal_at_width is not False]
     return len(whole) / len(compared) if compared else None

@@ -48,5 +48,6 @@ def _rows(found: Figures, plain: Figures, several: bool) -> list[tuple[str, str]
         (f"{where}speculative tokens/s", number(None if speed is None else speed.value, 1)),
         (f"{where}speed-up", estimate(found.speedup, 2, "x")),
         (f"{where}tokens equal to plain greedy decoding", percent(found.equal_share)),
+        (f"{where}answers equal to it, at its own or the verify's width", percent(found.equal_at_width)),
         (f"{where}prompts / new tokens", f"{found.prompts} / {found.new_tokens:,}"),
     ]

@@ -71,7 +71,10 @@ def _lede(first: Sequence[Figures]) -> str:
     length = "" if best.accept_length is None else f", committing <b>{best.accept_length.value:.2f}</b> tokens a verify"
     equal = ""
     if best.equal_share is not None:
-        equal = f" {percent(best.equal_share)} of its tokens are those of plain greedy decoding."
+        equal = (
+            f" {percent(best.equal_share)} of its tokens are those of plain greedy decoding; "
+            f"{percent(best.equal_at_width)} of its answers are, where both pass as many tokens at a time."
+        )
     return f"{who} {speed} as the target alone at batch size {best.batch_size}{length}.{equal}"
 
 
@@ -170,7 +173,7 @@ def _texts(report: BenchReport) -> list[str]:
 def _figure_table(figures: Sequence[Figures]) -> str:
     header = (
         "decoder", "batch", "accept length", "tokens/s", "decode tokens/s", "speed-up", "decode speed-up",
-        "first token", "cycle", "equal tokens", "equal answers", "memory",
+        "first token", "cycle", "equal tokens", "equal answers", "equal at the same width", "memory",
     )  # fmt: skip
     rows = [
         (
@@ -185,6 +188,7 @@ def _figure_table(figures: Sequence[Figures]) -> str:
             "-" if f.cycle_seconds is None else number(f.cycle_seconds * 1e3, 2, " ms"),
             percent(f.equal_share),
             percent(f.equal_prompts),
+            percent(f.equal_at_width),
             "-" if f.memory_bytes is None else number(f.memory_bytes / 2**30, 2, " GiB"),
         )
         for f in figures

@@ -28,18 +28,19 @@ def context_append_reference(
     cache[:, 1].scatter_(3, index, split[:, 1])
 
 
-@triton.jit
+# The width is that of a prompt too: code made for each would be compiled at every new length.
+@triton.jit(do_not_specialize=["width"])
 def _context_append_kernel(  # type: ignore[no-untyped-def]
     source_ptr, weight_ptr, table_ptr, start_ptr, cache_ptr,
-    cache_stride_l, cache_stride_kv, cache_stride_b, cache_stride_h, cache_stride_n, eps,
-    WIDTH: tl.constexpr, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    cache_stride_l, cache_stride_kv, cache_stride_b, cache_stride_h, cache_stride_n, eps, width,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     layer = tl.program_id(1)
     values = tl.program_id(2)
-    batch = (token // WIDTH).to(tl.int64)
-    position = tl.load(start_ptr + batch).to(tl.int64) + token % WIDTH
+    batch = (token // width).to(tl.int64)
+    position = tl.load(start_ptr + batch).to(tl.int64) + token % width
     heads = tl.arange(0, BLOCK_H)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     inside = (heads < KV_HEADS) & (dims < DIM)
@@ -89,7 +90,7 @@ def context_append(
     if cache.stride(5) != 1 or not rope_table.is_contiguous() or not k_weights.is_contiguous():
         raise ValueError("the head dimension of the cache, the rope table and the norms must be contiguous")
     _context_append_kernel[(batch * width, layers, 2)](
-        keys_values, k_weights, rope_table, start, cache, *cache.stride()[:5], eps,
-        WIDTH=width, LAYERS=layers, KV_HEADS=kv_heads, DIM=dim, ROTARY=rope_table.shape[1] // 2,
+        keys_values, k_weights, rope_table, start, cache, *cache.stride()[:5], eps, width,
+        LAYERS=layers, KV_HEADS=kv_heads, DIM=dim, ROTARY=rope_table.shape[1] // 2,
         BLOCK_H=triton.next_power_of_2(kv_heads), BLOCK_D=triton.next_power_of_2(dim), num_warps=4,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draftsmith.bench.figures import equal_prompts, equal_share, figures, histogram, slot_acceptance
+from draftsmith.bench.figures import equal_at_width, equal_prompts, equal_share, figures, histogram, slot_acceptance
 from draftsmith.bench.headline import percent
 from draftsmith.bench.records import PLAIN, equal_tokens
 from tests.bench.made import answer, report, timed
@@ -74,6 +74,25 @@ def test_equality_counts_places_and_ends():
     assert equal_share([answer("a", [3, 3], equal_tokens=7, plain_tokens=9)]) == pytest.approx(7 / 9)
     assert equal_prompts([answer("a", [3, 3], equal_tokens=7, plain_tokens=9)]) == 0.0
     assert equal_share([answer("a", [3], equal_tokens=None, plain_tokens=None)]) is None
+
+
+def test_answers_that_differ_by_rounding_between_shapes_are_told_from_those_that_are_wrong():
+    same, rounded = answer("a", [3, 3]), answer("b", [2], equal_tokens=1, equal_at_width=True)
+    assert equal_at_width([same, rounded]) == 1.0
+    assert equal_at_width([same, rounded, answer("c", [2], equal_tokens=1, equal_at_width=False)]) == pytest.approx(
+        2 / 3
+    )
+    assert equal_at_width([answer("a", [3], equal_tokens=None, plain_tokens=None)]) is None
+
+
+def test_no_decoding_speed_where_first_tokens_took_longer_than_whole_answers():
+    answers = [answer(name, [3, 3]) for name in "abc"]
+    rounds = [timed(a.prompt, 7, s, d, index=i) for i, a in enumerate(answers) for d, s in (("d", 1.0), (PLAIN, 2.0))]
+    assert of(report(answers, rounds)).decode_tokens_per_second.value == pytest.approx(18 / 2.7)
+    rounds[2] = rounds[2].model_copy(update={"first_token_seconds": 1.1})
+    disturbed = of(report(answers, rounds))
+    assert (disturbed.decode_tokens_per_second, disturbed.decode_speedup, disturbed.cycle_seconds) == (None, None, None)
+    assert disturbed.speedup.value == pytest.approx(2.0)
 
 
 def test_a_share_below_one_is_never_shown_as_whole():
