@@ -32,7 +32,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -300,7 +300,7 @@ def wait_part(call: Call, name: str) -> dict[str, Any]:
     return {}
 
 
-PARTS = {
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "train": train_part, "resume": resume_part, "profile": profile_part, "capture": capture_part,
     "rollout": rollout_part, "wait": wait_part, "warm": warm_part,
 }  # fmt: skip
