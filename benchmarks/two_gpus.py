@@ -135,7 +135,7 @@ class Profiled(StopAfter):
             self.table = kernel_table(self.trace, self.steps - self.before, 18)
 
 
-def training(call: Call, name: str, method_name: str, kind: str, run_dir: Path, progress: StopAfter | None) -> Any:
+def training(call: Call, name: str, method_name: str, kind: Any, run_dir: Path, progress: StopAfter | None) -> Any:
     """`draftsmith.training.run.train` on random features; with a progress, it goes on with a run."""
     shape = call.shape(name)
     outline = outline_of(shape, call.device)
@@ -155,7 +155,7 @@ def training(call: Call, name: str, method_name: str, kind: str, run_dir: Path, 
             num_anchors=shape.anchors,
             lr=1e-4,
             eval_share=0,
-            parallel=kind,  # type: ignore[arg-type]
+            parallel=kind,
             device="cpu" if call.device == "cpu" else "auto",
         ),
         track=TrackOptions(console=False, tensorboard=False, every=WINDOW),
