@@ -327,8 +327,8 @@ def write_table(arguments: argparse.Namespace) -> None:
     """Prints the table of all methods that have results, and puts it into the page."""
     found = [arguments.out / f"{method}.json" for method in METHODS]
     lines = [json.loads(path.read_text(encoding="utf-8")) for path in found if path.is_file()]
-    if not lines:
-        raise SystemExit(f"there are no results in {arguments.out}; run `all` or `method` first")
+    if not any(line["benches"] for line in lines):
+        raise SystemExit(f"there are no benched results in {arguments.out}; run `all` or `method` with --prompts first")
     table = "\n".join(table_lines(lines))
     print(table)
     text = arguments.page.read_text(encoding="utf-8")

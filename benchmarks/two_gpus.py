@@ -55,6 +55,7 @@ from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
+from draftsmith.launcher import local_rank
 from draftsmith.outline import TargetOutline
 from draftsmith.progress import Stage
 from draftsmith.targets.target import Target
@@ -240,7 +241,7 @@ def profile_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[
 
 def capture_part(call: Call, name: str = "qwen3-8b") -> dict[str, Any]:
     shape = call.shape(name)
-    device = call.device if call.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    device = call.device if call.device == "cpu" else f"cuda:{local_rank()}"
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.text_config(), dtype=torch.bfloat16)
@@ -317,7 +318,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     device = "cpu" if given.tiny or not torch.cuda.is_available() else "cuda"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank())
     if COUNT > 1:
         PartialState(cpu=device == "cpu")  # starts the process group that training then uses
     call = Call(given.into, given.rows, given.documents, given.tiny, device)

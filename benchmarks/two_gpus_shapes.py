@@ -1,6 +1,5 @@
 """What the parts of `two_gpus.py` share: the call, the processes, the shapes of models and drafts."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.launcher import process_count, process_rank
 from draftsmith.outline import TargetOutline
 from draftsmith.recipe import parse_recipe
 from draftsmith.targets.ends import TargetEnds
 
-RANK, COUNT = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+RANK, COUNT = process_rank(), process_count()
 
 
 @dataclass(frozen=True)

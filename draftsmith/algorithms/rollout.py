@@ -29,9 +29,8 @@ class RolloutOptions(Options):
     `rollout`: `auto` is `dense` on a CUDA device and `plain` elsewhere. `dense` and `pruned` run kernels on a CUDA
     device and their PyTorch references elsewhere, and need the package triton. `strong_directions`: bounds of `pruned`
     know how far rows go along the matrix's strongest directions, which leaves far fewer rows of trained heads.
-    `tensor_parallel`: every process of the
-    default group works on its own part of the vocabulary, and all of them propose the same tokens; for `dense` and
-    `pruned`.
+    `tensor_parallel`: every process of the default group works on its own part of the vocabulary, and all of them
+    propose the same tokens; for `dense` and `pruned`.
     """
 
     rollout: Literal["auto", "plain", "dense", "pruned"] = "auto"

@@ -116,6 +116,11 @@ def _speeds(
     if not common:
         notes.append(f"batch size {size}: no round holds the same prompts in both, so speeds are not compared")
         return []
+    if any(of[key][1] <= 0 for of in (left, right, bare_left, bare_right) for key in common):
+        notes.append(
+            f"batch size {size}: a round took no longer than its first tokens alone, so what decoding took is not known"
+        )
+        return []
     fast = [(*right[key], *left[key]) for key in common]
     plain = [(*bare_right[key], *bare_left[key]) for key in common]
     both = [(*right[key], *bare_right[key], *left[key], *bare_left[key]) for key in common]

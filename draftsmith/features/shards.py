@@ -326,9 +326,8 @@ def _write_index(directory: Path, shards: list[FinishedShard]) -> FileEntry:
     # A name of its own for every content: an old manifest keeps its index until the new manifest stands.
     content = hashlib.sha256("".join(shard.entry.tokens_file.sha256 for shard in shards).encode()).hexdigest()
     path = directory / f"index-{content[:16]}.safetensors"
-    return index.write(
-        path, {"tokens": content}
-    )  # so that its checksum, which tells stores apart, covers the masks too
+    # With the content in its metadata its checksum, which tells stores apart, covers the masks too.
+    return index.write(path, {"tokens": content})
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class StepGraphs:
     forward: a module of one process, in which nothing waits for the device and nothing depends on the host's numbers
     but the shapes of the batch (so `progress` must not matter to the objective). The number of labels is rounded up, so
     that few shapes occur. All graphs share the memory of their intermediate results, and one gradient a parameter,
-    which stands in `.grad` after every call; what a call returns is overwritten by the next one of that shape.
+    which stands in `.grad` after a replay; what a call returns may be overwritten by the next one of any shape.
     """
 
     def __init__(self, forward: Callable[[MicroBatch, float], Outcome], parameters: Sequence[nn.Parameter]) -> None:

@@ -68,8 +68,8 @@ class TrainOptions(_Section):
     gradient_checkpointing: bool = False
     """Compute a layer's activations again in the backward pass instead of keeping them: less memory, more time."""
     compile: bool | Literal["auto"] = "auto"
-    """Fuse each layer's operations with torch.compile, which takes half a minute to a minute at the first step and
-    again when the shape of a batch first changes. auto: on CUDA."""
+    """Fuse each layer's operations with torch.compile, which takes half a minute to a minute at the first step,
+    and some time again, for the context's part, when the length of a row first changes. auto: on CUDA."""
     graphs: bool = False
     """Replay forward and backward as CUDA graphs, one for every shape of batch: for drafts so small that the host
     cannot keep up with the device. One process, one forward a step; each shape keeps a copy of its batch in memory."""
