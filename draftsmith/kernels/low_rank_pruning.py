@@ -76,8 +76,8 @@ class RowBounds(NamedTuple):
 
 
 def row_bounds(weight: Tensor, with_directions: bool) -> RowBounds:
-    """The bounds' side of every row: weight [V, E]. The directions are those along which its rows are largest. Raises
-    `ValueError` for numbers that are not finite."""
+    """The bounds' side of every row: weight [V, E]. The directions are those along which its rows are largest; for
+    them, numbers that are not finite raise `ValueError`."""
     parts = weight.split(8192)  # a copy in fp64 of the whole would be large
     wide = _strong_directions(parts) if with_directions else weight.new_zeros(0, weight.shape[1], dtype=torch.float64)
     lengths = wide.norm(dim=-1)

@@ -1,6 +1,7 @@
 """Forward and backward of a micro-batch as a CUDA graph, for drafts so small that the host takes longer to launch
 kernels than the device to compute them."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from draftsmith.training.batches import MicroBatch
 
 Outcome = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 """Numerator, denominator and metrics, as `DraftLoss` returns them."""
+
+_log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 64
 """Shapes that are kept as graphs; batches of further ones run eagerly."""
@@ -41,6 +44,7 @@ class StepGraphs:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._told = False
 
     def run(self, batch: MicroBatch, progress: float) -> Outcome:
         """The outcome of the batch, detached; its gradients stand in the parameters' `.grad`, which were empty."""
@@ -50,7 +54,11 @@ class StepGraphs:
         self._seen[key] += 1
         if key not in self._captured:
             # What a shape needs for the first time (compiled code, kernels) must exist before a capture.
-            if self._seen[key] == 1 or len(self._captured) >= MOST_GRAPHS:
+            full = len(self._captured) >= MOST_GRAPHS
+            if full and not self._told:
+                _log.warning("train.graphs: %d shapes have graphs; batches of others run eagerly", MOST_GRAPHS)
+                self._told = True
+            if full or self._seen[key] == 1:
                 return self._eagerly(batch, progress)
             self._captured[key] = self._capture(batch, progress)
         captured = self._captured[key]

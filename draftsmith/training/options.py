@@ -72,7 +72,8 @@ class TrainOptions(_Section):
     and some time again, for the context's part, when the length of a row first changes. auto: on CUDA."""
     graphs: bool = False
     """Replay forward and backward as CUDA graphs, one for every shape of batch: for drafts so small that the host
-    cannot keep up with the device. One process, one forward a step; each shape keeps a copy of its batch in memory."""
+    cannot keep up with the device. One process, one forward a step; each shape keeps a copy of its batch in memory.
+    Where too many shapes come up, the later ones run eagerly, and the log says so."""
 
     features: Literal["store", "online"] = "store"
     """store: read what `capture` wrote. online: run the frozen target beside the training, storing nothing."""
