@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.limits import stages_that_fit
 from draftsmith.kernels.overlap import overlapping
 
 MAX_STATES = 64
@@ -82,10 +83,12 @@ def few_states_logits(states: Tensor, head: Tensor, *, tiling: Tiling | None = N
     block_n, block_k = tiling.tokens, tiling.columns
     if states.dtype == torch.float32:
         block_k //= 2
+    block_m = max(16, triton.next_power_of_2(count))
+    stages = stages_that_fit(tiling.stages, (block_n + block_m) * block_k * head.element_size(), head.device)
     out = torch.empty(*states.shape[:-1], vocabulary, dtype=head.dtype, device=head.device)
     _logits_kernel[(triton.cdiv(vocabulary, block_n),)](
         states, head, out, count, vocabulary, inner, inner, head.stride(0),
-        BLOCK_M=max(16, triton.next_power_of_2(count)), BLOCK_N=block_n, BLOCK_K=block_k,
-        EVEN=inner % block_k == 0, num_warps=tiling.warps, num_stages=tiling.stages, **overlapping(head.device),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        EVEN=inner % block_k == 0, num_warps=tiling.warps, num_stages=stages, **overlapping(head.device),
     )  # fmt: skip
     return out

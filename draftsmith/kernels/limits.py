@@ -16,3 +16,8 @@ def shared_memory(device: torch.device) -> int:
         return _INTERPRETED
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def stages_that_fit(stages: int, stage_bytes: int, device: torch.device, held_bytes: int = 0) -> int:
+    """At most `stages` tiles in flight, at least one: as many as fit beside what a program holds all the time."""
+    return max(1, min(stages, (shared_memory(device) - held_bytes) // stage_bytes))

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+from draftsmith.kernels.limits import stages_that_fit
 from draftsmith.kernels.noise import LEAST_TEMPERATURE, Stream
 from draftsmith.kernels.overlap import overlapping
 
@@ -242,6 +243,7 @@ def _scan(
     block_e = max(16, triton.next_power_of_2(rank))
     block_v = TILE_ROWS if item == 2 else max(16, min(TILE_ROWS, FP32_TILE_BYTES // (item * block_e)))
     stages = tiling.stages if block_e * item <= 512 else 2
+    stages = stages_that_fit(stages, block_v * block_e * item, base.device, held_bytes=block_e * block_b * item)
     tiles = triton.cdiv(vocab, block_v)
     programs = min(tiles, tiling.programs * multiprocessors(base.device))
     scores, temperature, seeds, positions, draw = sampling or (keys, keys, keys, keys, 0)
