@@ -181,7 +181,7 @@ def test_an_unknown_reference_is_refused(tmp_path):
 
 def test_a_saved_recipe_is_the_same_recipe(tmp_path):
     for name in ("smollm2-dta", "qwen3-8b-domino", "qwen3-8b-dflash-finetune"):
-        recipe = load_recipe(name, ["draft.init_from=y", "target.fuse=off"])
+        recipe = load_recipe(name, ["target.path=elsewhere", "draft.init_from=y", "target.fuse=off"])
         save_recipe(recipe, tmp_path / "saved.yaml")
         assert load_recipe(tmp_path / "saved.yaml") == recipe
 

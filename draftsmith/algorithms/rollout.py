@@ -131,11 +131,17 @@ def check_vocabulary(
     """The part of the vocabulary that this process works on; weight [V, E] is the correction's output matrix.
 
     Raises `DraftsmithError` when draft and target disagree on the vocabulary, stand on different devices or in a dtype
-    that rollouts do not run in, or when the processes cannot share the vocabulary evenly.
+    that rollouts do not run in, when the processes cannot share the vocabulary evenly, or when there is no group of
+    processes to share it with.
     """
+    if options.tensor_parallel and not torch.distributed.is_initialized():
+        raise DraftsmithError(
+            f"tensor_parallel is True for {method}, and this process belongs to no group that could share the "
+            "vocabulary; start the processes with torchrun and call torch.distributed.init_process_group, or leave the "
+            "option out"
+        )
     # Without it every process decodes by itself, as an evaluation in the midst of distributed training does.
-    shared = options.tensor_parallel and torch.distributed.is_initialized()
-    world_size = torch.distributed.get_world_size() if shared else 1
+    world_size = torch.distributed.get_world_size() if options.tensor_parallel else 1
     vocab_size = draft.config.vocab_size
     if ends.vocab_size != vocab_size:
         raise DraftsmithError(

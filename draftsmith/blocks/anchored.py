@@ -19,6 +19,9 @@ LARGEST_HEAD = 128
 """Channels of a head that the kernel was tried with."""
 LARGEST_TILE = 128
 """Rows of a tile that the kernel was tried with: a block's slots times the query heads of a key head."""
+LEAST_SHARED_MEMORY = 162 * 1024
+"""Bytes of shared memory for the largest of the kernel's tiles: 128 rows of queries and of their gradient, and three of
+64 keys and values in flight, of 128 channels in 16 bits; A100 and H100 have them, smaller devices train with flex."""
 
 
 def runs(seen: Sight, blocks: Blocks, keys: int) -> "Runs":
@@ -57,10 +60,13 @@ def _by_key(seen: Sight, valid: Tensor, context: int, keys: int, block_size: int
     return (counts * block_size).int().contiguous()
 
 
-def takes(head_dim: int, dtype: torch.dtype, group: int, block_size: int) -> bool:
-    """Whether the kernel computes such layers well: heads of a size that it was tried with, 16 bits wide, and blocks
-    that fit its tiles (`group`: query heads of a key head)."""
-    return dtype in (torch.bfloat16, torch.float16) and _refusal(head_dim, group, block_size) is None
+def takes(head_dim: int, dtype: torch.dtype, group: int, block_size: int, device: torch.device) -> bool:
+    """Whether the kernel computes such layers well: heads of a size that it was tried with, 16 bits wide, blocks that
+    fit its tiles (`group`: query heads of a key head), on a device whose programs can hold the tiles."""
+    from draftsmith.kernels.limits import shared_memory
+
+    well = dtype in (torch.bfloat16, torch.float16) and _refusal(head_dim, group, block_size) is None
+    return well and shared_memory(device) >= LEAST_SHARED_MEMORY
 
 
 def _refusal(head_dim: int, group: int, block_size: int) -> str | None:

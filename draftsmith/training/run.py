@@ -270,7 +270,7 @@ def _resolved_attention(
         return attention
     attention = AttentionBackend.DENSE
     if device.type == "cuda":
-        taken = takes(config.head_dim, autocast or torch.float32, group, config.block_size)
+        taken = takes(config.head_dim, autocast or torch.float32, group, config.block_size, device)
         attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX
     _log.info("train.attention: auto -> %s on %s", attention, device)
     return attention

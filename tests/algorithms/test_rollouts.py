@@ -296,7 +296,6 @@ def test_what_rollouts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse("unknown field 'token_tabel'.*token_table", token_tabel=True)
     refuse("unknown field 'token_table' in the decoding options of dspark", dspark, token_table=True)
     refuse("token_table is True, and the rollout is 'plain'", token_table=True)
-    refuse("rollout 'plain' works on the whole vocabulary", rollout="plain", tensor_parallel=True)
     refuse("strong_directions is True, and the rollout is 'dense'", rollout="dense", strong_directions=True)
     more = tiny_target("llama", vocab_size=VOCAB + 4).ends
     for draft in (domino, dspark):
@@ -305,7 +304,12 @@ def test_what_rollouts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse("put both on one device", draft, elsewhere)
     wide = TargetEnds(ends.embedding_weight, ends.head_weight.double())
     refuse("target's output head is in torch.float64; rollouts run in", target_ends=wide)
+    for draft in (domino, dspark):
+        refuse("tensor_parallel is True for .*, and this process belongs to no group", draft, tensor_parallel=True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 5)
     for draft in (domino, dspark):
         refuse("5 processes cannot share a vocabulary of 96 tokens evenly", draft, tensor_parallel=True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    refuse("rollout 'plain' works on the whole vocabulary", rollout="plain", tensor_parallel=True)

@@ -1,10 +1,12 @@
 """The tables of what works, against what the code accepts and refuses."""
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
@@ -77,6 +79,15 @@ def test_capture(method: Algorithm):
     assert (table("capabilities.md", "table: capture")[method.name]["sglang"] == "refused") == refused
 
 
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group that holds this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_decoding(method: Algorithm):
     said = table("capabilities.md", "table: decoding")[method.name]
