@@ -60,13 +60,11 @@ def _by_key(seen: Sight, valid: Tensor, context: int, keys: int, block_size: int
     return (counts * block_size).int().contiguous()
 
 
-def takes(head_dim: int, dtype: torch.dtype, group: int, block_size: int, device: torch.device) -> bool:
+def takes(head_dim: int, dtype: torch.dtype, group: int, block_size: int, shared_memory: int) -> bool:
     """Whether the kernel computes such layers well: heads of a size that it was tried with, 16 bits wide, blocks that
-    fit its tiles (`group`: query heads of a key head), on a device whose programs can hold the tiles."""
-    from draftsmith.kernels.limits import shared_memory
-
+    fit its tiles (`group`: query heads of a key head), on a device whose programs may have so many bytes of shared memory."""
     well = dtype in (torch.bfloat16, torch.float16) and _refusal(head_dim, group, block_size) is None
-    return well and shared_memory(device) >= LEAST_SHARED_MEMORY
+    return well and shared_memory >= LEAST_SHARED_MEMORY
 
 
 def _refusal(head_dim: int, group: int, block_size: int) -> str | None:

@@ -270,7 +270,10 @@ def _resolved_attention(
         return attention
     attention = AttentionBackend.DENSE
     if device.type == "cuda":
-        taken = takes(config.head_dim, autocast or torch.float32, group, config.block_size, device)
+        from draftsmith.kernels.limits import shared_memory
+
+        memory = shared_memory(device)
+        taken = takes(config.head_dim, autocast or torch.float32, group, config.block_size, memory)
         attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX
     _log.info("train.attention: auto -> %s on %s", attention, device)
     return attention

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from draftsmith.blocks.anchored import anchored_attention, takes
+from draftsmith.blocks.anchored import anchored_attention
+from draftsmith.blocks.anchored import takes as takes_on
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_mask
 from draftsmith.blocks.sight import sight
@@ -51,6 +53,7 @@ def test_the_slots_of_a_tile_of_keys_are_those_of_the_mask(kind):
 
 
 def test_what_the_kernels_take():
+    takes = partial(takes_on, shared_memory=227 * 1024)
     assert takes(128, torch.bfloat16, group=4, block_size=16)
     assert takes(64, torch.float16, group=3, block_size=32)
     assert takes(16, torch.bfloat16, group=8, block_size=9)
@@ -59,6 +62,7 @@ def test_what_the_kernels_take():
     assert not takes(128, torch.float32, group=4, block_size=16)
     assert not takes(128, torch.bfloat16, group=8, block_size=17)
     assert not takes(128, torch.bfloat16, group=9, block_size=16)
+    assert not takes_on(128, torch.bfloat16, group=4, block_size=16, shared_memory=99 * 1024)
 
 
 def test_what_they_do_not_take_is_refused():
