@@ -31,16 +31,17 @@ $(VENV)/demo: $(VENV)/base pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/test: $(VENV)/base pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -e '.[test,lint]' -c constraints.txt
+	$(BIN)/python -m pip install -q --no-compile -e '.[test,lint]' -c constraints.txt
 	touch $@
 
 $(VENV)/interop: $(VENV)/test
 	$(BIN)/python -m pip install -q -e '.[interop]' -c constraints.txt
 	touch $@
 
-# The documentation needs none of the package.
-$(VENV)/docs: $(VENV)/base
-	$(BIN)/python -m pip install -q 'mkdocs-material>=9.5'
+# The documentation needs none of the package, and is built beside the tests' set-up: an environment of its own.
+.venv-docs/made:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q 'mkdocs-material>=9.5'
 	touch $@
 
 # Packages that want other versions of the common dependencies have an environment of their own; tests exchange files
@@ -66,8 +67,8 @@ lint: $(VENV)/test
 interop: $(VENV)/interop .venv-interop/made
 	$(RUN) -m interop
 
-docs: $(VENV)/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: .venv-docs/made
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 results: $(VENV)/demo
 	@test -n "$(CONVERSATIONS)" -a -n "$(PROMPTS)" || { \
@@ -75,4 +76,4 @@ results: $(VENV)/demo
 	$(BIN)/python benchmarks/results.py all --conversations $(CONVERSATIONS) $(foreach p,$(PROMPTS),--prompts $(p))
 
 clean:
-	rm -rf $(VENV) .venv-interop
+	rm -rf $(VENV) .venv-interop .venv-docs

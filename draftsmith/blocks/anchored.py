@@ -62,7 +62,8 @@ def _by_key(seen: Sight, valid: Tensor, context: int, keys: int, block_size: int
 
 def takes(head_dim: int, dtype: torch.dtype, group: int, block_size: int, shared_memory: int) -> bool:
     """Whether the kernel computes such layers well: heads of a size that it was tried with, 16 bits wide, blocks that
-    fit its tiles (`group`: query heads of a key head), on a device whose programs may have so many bytes of shared memory."""
+    fit its tiles (`group`: query heads of a key head), on a device whose programs may have so many bytes of shared
+    memory."""
     well = dtype in (torch.bfloat16, torch.float16) and _refusal(head_dim, group, block_size) is None
     return well and shared_memory >= LEAST_SHARED_MEMORY
 

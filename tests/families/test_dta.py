@@ -17,7 +17,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from tests.families.counting import PROMPTS, assert_commits_maximum, train_counting
 
-DPACE = [{"kind": "dpace", "variant": v} for v in ("full", "cumulative_confidence", "continuation_value")]
+DPACE = [{"kind": "dpace", "variant": v} for v in ("full", "continuation_value")]
 
 
 def check(target: Target, draft: Draft) -> None:

@@ -39,8 +39,10 @@ def test_context_append(dtype: torch.dtype, dim: int, rotary: int, kv_heads: int
     "options",
     [
         {},
-        {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4, "attention_sinks": True},
-        {"causal": True, "input_embedding_scale": 2.0},
+        {
+            **{"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4, "attention_sinks": True},
+            **{"causal": True, "input_embedding_scale": 2.0},
+        },
     ],
 )
 def test_the_fused_pass_equals_the_drafts_own_modules(options: dict[str, Any]) -> None:
