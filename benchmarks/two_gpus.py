@@ -194,13 +194,19 @@ def comparison(call: Call, run_dir: Path, reference: Path) -> dict[str, Any]:
     return told
 
 
-def train_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
-    run_dir = call.into / f"train-{name}-{method}-{kind}-{COUNT}"
+def unsaved(call: Call, part: str, name: str, method: str, kind: str, progress: StopAfter | None = None) -> Path:
+    """A training from its beginning, of which no checkpoint is kept; its directory."""
+    run_dir = call.into / f"{part}-{name}-{method}-{kind}-{COUNT}"
     with first_alone() as first:
         if first:
             shutil.rmtree(run_dir, ignore_errors=True)
     with patch.object(Loop, "save", lambda loop: None):
-        training(call, name, method, kind, run_dir, None)
+        training(call, name, method, kind, run_dir, progress)
+    return run_dir
+
+
+def train_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
+    run_dir = unsaved(call, "train", name, method, kind)
     return comparison(call, run_dir, call.into / f"train-{name}-{method}-ddp-1") if RANK == 0 else {}
 
 
@@ -213,24 +219,14 @@ def resume_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[s
     return told
 
 
-def short_part(call: Call, part: str, name: str, method: str, kind: str, progress: StopAfter) -> None:
-    """A few steps, of which nothing is kept."""
-    run_dir = call.into / f"{part}-{name}-{method}-{kind}-{COUNT}"
-    with first_alone() as first:
-        if first:
-            shutil.rmtree(run_dir, ignore_errors=True)
-    with patch.object(Loop, "save", lambda loop: None):
-        training(call, name, method, kind, run_dir, progress)
-
-
 def warm_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
-    short_part(call, "warm", name, method, kind, StopAfter(1))
+    unsaved(call, "warm", name, method, kind, StopAfter(1))
     return {}
 
 
 def profile_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[str, Any]:
     profiled = Profiled(4, 4)
-    short_part(call, "profile", name, method, kind, profiled)
+    unsaved(call, "profile", name, method, kind, profiled)
     if RANK == 0:
         print(profiled.table, flush=True)
     return {}

@@ -54,3 +54,15 @@ def scramble(draft: Draft, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             scaled = noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1.0 + 0.3 * noise
             parameter.copy_(scaled)
+
+
+def dspark_head(
+    kind: str = "vanilla", confidence: bool = True, with_markov: bool = True, rank: int = 3
+) -> dict[str, Any]:
+    """DSpark's head as a draft's configuration names it."""
+    return {
+        "markov_rank": rank,
+        "markov_head_type": kind,
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": with_markov,
+    }

@@ -38,15 +38,14 @@ def few_states_reference(states: Tensor, head: Tensor) -> Tensor:
 
 
 @triton.jit
-def _logits_kernel(  # type: ignore[no-untyped-def]
-    states_ptr, head_ptr, out_ptr, count, vocabulary, inner, states_stride, head_stride,
+def head_tile_in_kernel(  # type: ignore[no-untyped-def]
+    states_ptr, head_ptr, rows, row_ok, tokens, vocabulary, inner, states_stride, head_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
-    row_ok = rows < count
+    """Logits [BLOCK_N, BLOCK_M] in fp32: rows `tokens` of the head times the states `rows`. EVEN: BLOCK_K divides
+    `inner`. Waits for the kernel before this one where OVERLAP."""
     columns = tl.arange(0, BLOCK_K)
-    # A tile past the end reads the last row again and writes nothing: so the loads need no mask.
+    # A tile past the end reads the last row again, and its values are the caller's to drop: so the loads need no mask.
     source = tl.minimum(tokens, vocabulary - 1).to(tl.int64)
     weights = head_ptr + source[:, None] * head_stride + columns[None, :]
     inputs = states_ptr + rows[None, :] * states_stride + columns[:, None]
@@ -63,6 +62,21 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
             weight = tl.load(weights + offset, mask=column_ok[None, :], other=0.0)
             x = tl.load(inputs + offset, mask=row_ok[None, :] & column_ok[:, None], other=0.0)
         total = tl.dot(weight, x, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _logits_kernel(  # type: ignore[no-untyped-def]
+    states_ptr, head_ptr, out_ptr, count, vocabulary, inner, states_stride, head_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    row_ok = rows < count
+    total = head_tile_in_kernel(
+        states_ptr, head_ptr, rows, row_ok, tokens, vocabulary, inner, states_stride, head_stride,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN, OVERLAP,
+    )  # fmt: skip
     target = out_ptr + rows.to(tl.int64)[None, :] * vocabulary + tokens[:, None]
     ok = (tokens < vocabulary)[:, None] & row_ok[None, :]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=ok)

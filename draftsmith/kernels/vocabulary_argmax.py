@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.few_states import head_tile_in_kernel
 from draftsmith.kernels.limits import shared_memory
 from draftsmith.kernels.overlap import overlapping
 
@@ -28,24 +29,10 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     token_ok = tokens < vocabulary
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < num_rows
-    columns = tl.arange(0, BLOCK_K)
-    # A tile past the end reads the last row again: its values are dropped below, and the loads need no mask.
-    source = tl.minimum(tokens, vocabulary - 1).to(tl.int64)
-    weights = weight_ptr + source[:, None] * weight_stride + columns[None, :]
-    inputs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + columns[:, None]
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for offset in range(0, inner, BLOCK_K):
-        if EVEN:
-            w = tl.load(weights + offset)
-            x = tl.load(inputs + offset, mask=row_ok[None, :], other=0.0)
-        else:
-            column_ok = columns + offset < inner
-            w = tl.load(weights + offset, mask=column_ok[None, :], other=0.0)
-            x = tl.load(inputs + offset, mask=row_ok[None, :] & column_ok[:, None], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+    acc = head_tile_in_kernel(
+        x_ptr, weight_ptr, rows.to(tl.int64), row_ok, tokens, vocabulary, inner, x_stride, weight_stride,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN, OVERLAP,
+    )  # fmt: skip
     # Rounded wherever `TargetEnds.project` rounds, so that both have the same ties.
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     logits = acc.to(dtype).to(tl.float32)

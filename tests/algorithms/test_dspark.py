@@ -23,19 +23,11 @@ from draftsmith.targets.target import Target
 from tests.algorithms import reference
 from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch
 from tests.tiny import tiny_target
+from tests.tiny_draft import dspark_head as head
 from tests.tiny_draft import tiny_draft
 
 VOCAB, SIZE = 61, 5  # the tests' mask token is the last id
 METHOD = algorithm("dspark")
-
-
-def head(kind: str = "vanilla", confidence: bool = True, with_markov: bool = True, rank: int = 3) -> dict[str, Any]:
-    return {
-        "markov_rank": rank,
-        "markov_head_type": kind,
-        "enable_confidence_head": confidence,
-        "confidence_head_with_markov": with_markov,
-    }
 
 
 HEADS = [head("vanilla"), head("gated", with_markov=False), head("rnn"), head("gated"), head("rnn", False, False)]

@@ -12,19 +12,11 @@ from draftsmith.algorithms.weighting import DecayWeighting
 from draftsmith.errors import DraftsmithError
 from tests.algorithms.facts import llama
 from tests.tiny import tiny_target
+from tests.tiny_draft import dspark_head as head
 from tests.tiny_draft import tiny_draft
 
 METHOD = algorithm("dspark")
 SMALL: dict[str, Any] = {"mask_token_id": 98, "block_size": 7, "num_hidden_layers": 2}
-
-
-def head(kind: str = "vanilla", confidence: bool = True, with_markov: bool = True, rank: int = 3) -> dict[str, Any]:
-    return {
-        "markov_rank": rank,
-        "markov_head_type": kind,
-        "enable_confidence_head": confidence,
-        "confidence_head_with_markov": with_markov,
-    }
 
 
 def test_defaults_are_the_published_ones() -> None:

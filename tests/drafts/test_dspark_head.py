@@ -1,6 +1,7 @@
 """DSpark's head as a module, and in files: its own spelling and those of others."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,11 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.drafts.heads.dspark import MARKOV_HEADS, corrected_logits
 from draftsmith.layouts import LayoutError, read_directory
-from tests.tiny_draft import tiny_draft
+from tests.tiny_draft import dspark_head, tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 RANK = 3
-
-
-def fields(kind: str = "vanilla", confidence: bool = True, with_markov: bool = True) -> dict[str, Any]:
-    return {
-        "markov_rank": RANK,
-        "markov_head_type": kind,
-        "enable_confidence_head": confidence,
-        "confidence_head_with_markov": with_markov,
-    }
+fields = partial(dspark_head, rank=RANK)
 
 
 def make(**head: Any) -> Draft:

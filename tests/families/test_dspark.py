@@ -18,18 +18,13 @@ from draftsmith.targets.target import Target
 from tests.families.counting import assert_commits_maximum, train_counting
 from tests.test_losslessness import SAMPLINGS, decode_small, p_value, plain_answers, prompts, small_models, target_of
 from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.tiny_draft import dspark_head, tiny_draft
 
 KINDS = ("vanilla", "gated", "rnn")
 
 
 def head(kind: str, rank: int = 4) -> dict[str, Any]:
-    return {
-        "markov_rank": rank,
-        "markov_head_type": kind,
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": kind != "gated",
-    }
+    return dspark_head(kind, with_markov=kind != "gated", rank=rank)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from draftsmith.drafts.draft import Draft
 from draftsmith.layouts import TargetParts
-from tests.tiny_draft import tiny_draft
+from tests.tiny_draft import dspark_head, tiny_draft
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
@@ -21,12 +21,7 @@ HEADS: dict[str, list[dict[str, Any]]] = {
         {"gru_hidden_dim": 3, "emb_dim": 9, "pure_draft_prefix_len": 0, "shift_label": False},
     ],
     "dspark": [
-        {
-            "markov_rank": 5,
-            "markov_head_type": kind,
-            "enable_confidence_head": confidence,
-            "confidence_head_with_markov": markov,
-        }
+        dspark_head(kind, confidence, markov, rank=5)
         for kind in ("vanilla", "gated", "rnn")
         for confidence, markov in ((True, True), (True, False), (False, False))
     ],
