@@ -50,14 +50,13 @@ STORES_MOST = "dspark"
 # three or four tokens. The papers' 7, for blocks of 16, fits drafts that accept six and more.
 GAMMA = "draft.objective.weighting.gamma=4"
 DPACE = ("draft.objective.weighting=null", "draft.objective.weighting={kind: dpace, alpha: 0.5}")
-# Steps of a draft so small take the host longer to launch than the device to compute. Domino's objective changes from
-# step to step, so its steps cannot be replayed.
+# Steps of a draft so small take the host longer to launch than the device to compute.
 GRAPHS = "train.graphs=true"
 # Methods by the recipe `smollm2-METHOD`, and what each needs beyond what all share.
 METHODS: dict[str, tuple[str, ...]] = {
     "dflash": (GRAPHS, GAMMA, "draft.objective.negatives=null"),  # the CPU recipe samples the vocabulary
     "dpace": (GRAPHS,),
-    "domino": (GAMMA, "draft.emb_dim=128"),
+    "domino": (GRAPHS, GAMMA, "draft.emb_dim=128"),
     "dspark": (GRAPHS, GAMMA, "draft.markov_rank=128"),
     "dflash2": (GRAPHS, *DPACE, "draft.selector_rank=128"),
 }

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from yaml import YAMLError
 
 from draftsmith.algorithms.registry import DraftSectionUnion
@@ -22,7 +22,7 @@ from draftsmith.export.options import ExportOptions
 from draftsmith.regenerate import RegenerateOptions
 from draftsmith.targets.gguf import demo_target_path
 from draftsmith.targets.options import TargetOptions
-from draftsmith.training.options import TrackOptions, TrainOptions
+from draftsmith.training.options import TrackOptions, TrainOptions, check_replayable
 
 SHIPPED_RECIPES = "recipes"
 
@@ -104,6 +104,16 @@ class Recipe(Section, RunFiles):
     track: TrackOptions = TrackOptions()
     export: ExportOptions = ExportOptions()
     bench: BenchOptions = BenchOptions()
+
+    @field_validator("train")
+    @classmethod
+    def _steps_can_be_replayed(cls, train: TrainOptions, info: ValidationInfo) -> TrainOptions:
+        if "draft" in info.data:  # else that section has faults of its own
+            try:
+                check_replayable(info.data["draft"], train)
+            except DraftsmithError as error:
+                raise ValueError(str(error)) from error
+        return train
 
     @field_validator("run", mode="before")
     @classmethod

@@ -20,7 +20,7 @@ WITHOUT_EFFECT: dict[str, set[str]] = {
     "target": {"device"},
     "regenerate": {"endpoint"},
     "capture": {"tokens_per_batch", "force", "sglang", "vllm"},
-    "train": {"device", "data_workers"},
+    "train": {"device", "data_workers", "attention", "compile", "graphs", "gradient_checkpointing", "parallel"},
 }
 """Section -> fields that are no part of a stage's settings: where and how fast work is done changes nothing about what
 comes out."""

@@ -30,14 +30,15 @@ class BlockOutputs:
     """What one training forward hands to the objective.
 
     hidden [R, N, B, H], the draft's final normed state of every slot; blocks as built from the batch; final_state
-    [R, S, H], the target's own (only where `CaptureLayout.final_state` asks); progress in [0, 1), the share of the
-    run's optimiser steps already done.
+    [R, S, H], the target's own (only where `CaptureLayout.final_state` asks); progress, scalar float64 in [0, 1), the
+    share of the run's optimiser steps already done. It is a tensor on the draft's device, so that a recording of the
+    step's work (a CUDA graph) holds for every step.
     """
 
     hidden: Tensor
     blocks: Blocks
     final_state: Tensor | None
-    progress: float
+    progress: Tensor
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ class Algorithm(ABC):
         """The training loss."""
 
     def replayable(self, section: Any) -> bool:
-        """Whether a training step does the same work whatever the step's number, and without waiting for the device: a
-        CUDA graph of it can then be replayed."""
+        """Whether a training step never waits for the device and all its tensors have sizes that the host knows: a CUDA
+        graph of it can then be replayed."""
         return True
 
     @abstractmethod

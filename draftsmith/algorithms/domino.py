@@ -46,9 +46,9 @@ class DominoObjectiveOptions(HeadOptions):
     lambda_start: float = Field(default=1.0, ge=0, le=1)
     lambda_decay_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
-    def base_share(self, progress: float) -> float:
-        """lambda at `progress` in [0, 1), the share of optimiser steps done."""
-        return self.lambda_start * max(0.0, 1.0 - progress / self.lambda_decay_ratio)
+    def base_share(self, progress: Tensor) -> Tensor:
+        """lambda, scalar, at `progress`, scalar in [0, 1): the share of optimiser steps done."""
+        return self.lambda_start * (1.0 - progress / self.lambda_decay_ratio).clamp_min(0.0)
 
 
 class DominoDecodingOptions(RolloutOptions):
@@ -203,10 +203,6 @@ class Domino(Algorithm):
 
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DominoObjective(self.block_layout(config), section.objective)
-
-    def replayable(self, section: Any) -> bool:
-        """The share of the uncorrected logits falls from step to step."""
-        return section.objective.lambda_start == 0.0
 
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         options = decoding_options(self.name, DominoDecodingOptions, decoding)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.errors import DraftsmithError
@@ -66,7 +67,7 @@ class Evaluation:
         self._sampler = replace(sampler, visible_slots=None)
 
     @torch.no_grad()
-    def run(self, loss: DraftLoss, device: torch.device, progress: float, accelerator: Accelerator) -> Averages:
+    def run(self, loss: DraftLoss, device: torch.device, progress: Tensor, accelerator: Accelerator) -> Averages:
         """Averages over all processes."""
         loss.eval()
         sums = Sums()

@@ -15,6 +15,12 @@ from draftsmith.training.working import working_weights
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
+def share_done(done: int, total: int, device: torch.device) -> Tensor:
+    """done / total, scalar float64 on `device`: `BlockOutputs.progress` before step `done` of a run of `total`."""
+    # Filled there: a tensor made of a number on the host would be copied, and the copy waited for.
+    return torch.full((), done / total, dtype=torch.float64, device=device)
+
+
 class DraftLoss(nn.Module):
     """Micro-batch -> the objective's numerator, denominator and metrics, under the run's precision.
 
@@ -45,8 +51,8 @@ class DraftLoss(nn.Module):
         if compile_layers:
             draft.backbone.fuse()
 
-    def forward(self, batch: MicroBatch, progress: float) -> tuple[Tensor, Tensor, Metrics]:
-        """batch on the draft's device; progress in [0, 1), the share of the run's steps already done."""
+    def forward(self, batch: MicroBatch, progress: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        """batch on the draft's device; progress as from `share_done`."""
         (compute,) = self._compute
         weights, zero = working_weights(self.draft, self._autocast)
         with torch.autocast(self.draft.device.type, dtype=self._autocast, enabled=self._autocast is not None):
@@ -66,7 +72,7 @@ class _Compute(nn.Module):
         self._objective = objective
         self._attention = attention
 
-    def forward(self, batch: MicroBatch, progress: float) -> Terms:
+    def forward(self, batch: MicroBatch, progress: Tensor) -> Terms:
         packed, blocks, (ends,) = batch.packed, batch.blocks, self._frozen
         attend = training_attention(blocks, packed.document, self.draft.attention_kinds, self._attention)
         context = self.draft.context_keys_values(packed.features[TAPS], packed.positions)

@@ -32,12 +32,12 @@ class StepGraphs:
     """Runs micro-batches forward and backward; from the second of a shape on by replaying a graph.
 
     forward: a module of one process, in which nothing waits for the device and nothing depends on the host's numbers
-    but the shapes of the batch (so `progress` must not matter to the objective). The number of labels is rounded up, so
-    that few shapes occur. All graphs share the memory of their intermediate results, and one gradient a parameter,
-    which stands in `.grad` after a replay; what a call returns may be overwritten by the next one of any shape.
+    but the shapes of the batch. The number of labels is rounded up, so that few shapes occur. All graphs share the
+    memory of their intermediate results, and one gradient a parameter, which stands in `.grad` after a replay; what a
+    call returns may be overwritten by the next one of any shape.
     """
 
-    def __init__(self, forward: Callable[[MicroBatch, float], Outcome], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, forward: Callable[[MicroBatch, Tensor], Outcome], parameters: Sequence[nn.Parameter]) -> None:
         self._forward = forward
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
@@ -46,10 +46,10 @@ class StepGraphs:
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._told = False
 
-    def run(self, batch: MicroBatch, progress: float) -> Outcome:
+    def run(self, batch: MicroBatch, progress: Tensor) -> Outcome:
         """The outcome of the batch, detached; its gradients stand in the parameters' `.grad`, which were empty."""
         batch = replace(batch, blocks=replace(batch.blocks, max_labels=rounded_labels(batch)))
-        inputs = _tensors(batch)
+        inputs = [*_tensors(batch), progress]
         key = (batch.blocks.max_labels, *(tensor.shape for tensor in inputs))
         self._seen[key] += 1
         if key not in self._captured:
@@ -68,21 +68,21 @@ class StepGraphs:
             parameter.grad = gradient
         return captured.outcome
 
-    def _eagerly(self, batch: MicroBatch, progress: float) -> Outcome:
+    def _eagerly(self, batch: MicroBatch, progress: Tensor) -> Outcome:
         numerator, denominator, metrics = self._forward(batch, progress)
         numerator.backward()
         return numerator.detach(), denominator, metrics
 
-    def _capture(self, batch: MicroBatch, progress: float) -> _Captured:
-        inputs = [tensor.clone() for tensor in _tensors(batch)]
-        static = _with_tensors(batch, inputs)
+    def _capture(self, batch: MicroBatch, progress: Tensor) -> _Captured:
+        *tensors, share = inputs = [tensor.clone() for tensor in (*_tensors(batch), progress)]
+        static = _with_tensors(batch, tensors)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         graph = torch.cuda.CUDAGraph()
         # Other threads copy batches to the device meanwhile; what they do is none of the graph's business.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             torch._foreach_zero_(self._gradients)
-            outcome = self._eagerly(static, progress)
+            outcome = self._eagerly(static, share)
         return _Captured(graph, inputs, outcome)
 
 

@@ -18,7 +18,7 @@ from draftsmith.training.checkpoint import Checkpoint, Position, RunCheckpoints
 from draftsmith.training.clock import Clock
 from draftsmith.training.evaluation import Evaluation, score
 from draftsmith.training.flops import peak_flops, training_flops
-from draftsmith.training.forward import DraftLoss
+from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.graphs import StepGraphs
 from draftsmith.training.guards import (
     MicroBatchRecord,
@@ -155,13 +155,14 @@ class Loop:
         done = self.position.step
         self.updater.clear()
         sums, forwards = Sums(), []
+        progress = share_done(done, self.total_steps, self.device)
         for number in range(step.num_forwards):
             batch = self._next(step)
             with self.parallel.accumulating(last=number + 1 == step.num_forwards):
-                if self.graphs is not None and step.num_forwards == 1:
-                    numerator, denominator, metrics = self.graphs.run(batch, done / self.total_steps)
+                if self.graphs is not None:
+                    numerator, denominator, metrics = self.graphs.run(batch, progress)
                 else:
-                    numerator, denominator, metrics = self.parallel.forward(batch, done / self.total_steps)
+                    numerator, denominator, metrics = self.parallel.forward(batch, progress)
                     numerator.backward()
             sums.add(_GRADIENT, numerator, denominator)
             sums.add(_TOKENS, *self._count(batch.work.context))
@@ -226,7 +227,7 @@ class Loop:
             return False
         self._judge(all_of_them=True)
         with self.clock.stopped():
-            progress = min(self.position.step, self.total_steps - 1) / self.total_steps
+            progress = share_done(min(self.position.step, self.total_steps - 1), self.total_steps, self.device)
             averages = self.evaluation.run(self.draft_loss, self.device, progress, self.accelerator)
             self.parallel.after_forward_only()
             values: Averages = {**averages, **self._generate()}

@@ -4,6 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from draftsmith.algorithms.algorithm import DraftSection
+from draftsmith.algorithms.registry import algorithm
+from draftsmith.errors import DraftsmithError
+
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 
 
@@ -100,12 +104,19 @@ class TrainOptions(_Section):
     keep_best: Annotated[int, Field(ge=0)] = 1
 
     @model_validator(mode="after")
-    def _whole_forwards(self) -> "TrainOptions":
+    def _agree(self) -> "TrainOptions":
         if self.rows_per_step % self.rows_per_forward:
             raise ValueError(
                 f"rows_per_step is {self.rows_per_step} and rows_per_forward is {self.rows_per_forward}: "
                 "a step must be a whole number of forwards"
             )
+        if self.graphs and self.rows_per_step != self.rows_per_forward:
+            raise ValueError(
+                f"graphs is on with rows_per_step {self.rows_per_step} and rows_per_forward {self.rows_per_forward}: "
+                "one forward of one process is replayed, so both must be equal; or switch graphs off"
+            )
+        if self.graphs and self.device == "cpu":
+            raise ValueError("graphs is on with device 'cpu', and graphs are CUDA's: switch one of them")
         if self.features == "online" and self.data_workers:
             raise ValueError(
                 f"data_workers is {self.data_workers} with features 'online': the target runs in the training process, "
@@ -116,6 +127,15 @@ class TrainOptions(_Section):
                 f"online.cache is {self.online.cache!r} with features 'store'; set features to 'online' or leave it out"
             )
         return self
+
+
+def check_replayable(draft_section: DraftSection, options: TrainOptions) -> None:
+    """Raise `DraftsmithError` where `train.graphs` is on and the draft's objective cannot be recorded."""
+    if options.graphs and not algorithm(draft_section.algorithm).replayable(draft_section):
+        raise DraftsmithError(
+            "train.graphs is on, and the size of what draft.objective computes with is known to the device only (a "
+            "sampled vocabulary, draft.objective.negatives): leave that out, or switch train.graphs off"
+        )
 
 
 RESUME_FIXED = ("tokens_per_row", "rows_per_step", "num_anchors", "seed", "eval_share", "betas", "best_by")

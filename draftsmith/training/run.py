@@ -29,7 +29,7 @@ from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.evaluation import Evaluation, split_documents
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loop import EvaluateGenerate, Loop
-from draftsmith.training.options import TrackOptions, TrainOptions
+from draftsmith.training.options import TrackOptions, TrainOptions, check_replayable
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, RunRecord
 from draftsmith.training.report import write_run_report
 from draftsmith.training.source import FeatureSource, StoreSource
@@ -81,6 +81,7 @@ def train(
     settings that cannot be trained, a store that does not fit, a directory that holds a run already, a checkpoint that
     cannot be written; `NonFiniteError` when a loss or gradient is not finite.
     """
+    check_replayable(draft_section, options)
     run_dir, track = Path(run_dir), track or TrackOptions()
     section = draft_section.model_dump(mode="json")
     start = find_start(draft_section, target, run_dir, resume=resume)
@@ -100,6 +101,8 @@ def train(
 
     accelerator, device = _accelerator(options, track, run_dir)
     ranks, rank = accelerator.num_processes, accelerator.process_index
+    if options.graphs:
+        _check_graphs(device, ranks)
     check_rows_per_step(options.rows_per_step, options.rows_per_forward, ranks)
     autocast = torch.bfloat16 if _resolved_precision(options, device) == "bf16" else None
 
@@ -146,8 +149,6 @@ def train(
             num_ranks=ranks,
         )
 
-    if options.graphs:
-        _check_graphs(options, method.replayable(draft_section), device, ranks)
     torch.manual_seed(options.seed)
     draft = Draft.from_config(config)
     if warm is not None:
@@ -279,14 +280,11 @@ def _resolved_attention(
     return attention
 
 
-def _check_graphs(options: TrainOptions, replayable: bool, device: torch.device, ranks: int) -> None:
-    """Raise `DraftsmithError` where `train.graphs` is on and steps cannot be replayed."""
-    forwards = options.rows_per_step // (ranks * options.rows_per_forward)
+def _check_graphs(device: torch.device, ranks: int) -> None:
+    """Raise `DraftsmithError` where there can be no `train.graphs`."""
     found = [
         *([f"the device is {device}, and graphs are CUDA's"] if device.type != "cuda" else []),
         *([f"{ranks} processes train, and graphs hold one process's step"] if ranks > 1 else []),
-        *([f"a step is {forwards} forwards, and only one is replayed"] if forwards > 1 else []),
-        *([] if replayable else ["the draft's objective changes with the step or asks the device within it"]),
     ]
     if found:
         raise DraftsmithError(f"train.graphs is on, but {'; '.join(found)}: switch train.graphs off")

@@ -51,7 +51,7 @@ def terms_of(target: Target, draft: Draft, section: Any, batch: Batch, features:
     attend = training_attention(blocks, batch.document, draft.attention_kinds, AttentionBackend.DENSE)
     context = draft.context_keys_values(features, batch.positions)
     hidden = draft(target.ends.embedding_rows(blocks.input_ids), blocks.positions, context, attend)
-    outputs = BlockOutputs(hidden, blocks, None, 0.0)
+    outputs = BlockOutputs(hidden, blocks, None, torch.zeros(()))
     return method.objective(draft.config, section).terms(draft, target.ends, outputs)
 
 
@@ -132,7 +132,7 @@ def test_the_accept_length_is_that_of_prefixes(target: Target) -> None:
     labels[:, ::2, 0] = (labels[:, ::2, 0] + 1) % VOCAB
     label_mask = blocks.valid.unsqueeze(-1).expand_as(right)
     blocks = replace(blocks, labels=labels, label_mask=label_mask, max_labels=int(label_mask.sum()))
-    terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, blocks, None, 0.0))
+    terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, blocks, None, torch.zeros(())))
     numerator, count = terms.metrics["accept_length"]
     lengths = torch.where(torch.arange(blocks.valid.shape[1]) % 2 == 0, 1, 5).expand_as(blocks.valid)
     assert numerator.item() == lengths[blocks.valid].sum().item()
@@ -240,7 +240,7 @@ def test_proposals_line_up_with_training_labels(target: Target) -> None:
     proposer = method.proposer(draft, target.ends)
     proposed = proposer.propose(hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), no_sampler).token_ids
     perfect = replace(blocks, labels=proposed.view(blocks.labels.shape))
-    terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, perfect, None, 0.0))
+    terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, perfect, None, torch.zeros(())))
     assert torch.equal(*terms.metrics["accuracy"])
 
 

@@ -53,7 +53,7 @@ def outputs_of(
     attend = training_attention(blocks, batch.document, draft.attention_kinds, AttentionBackend.DENSE)
     context = draft.context_keys_values(features, batch.positions)
     hidden = draft(target.ends.embedding_rows(blocks.input_ids), blocks.positions, context, attend)
-    return BlockOutputs(hidden, blocks, None, progress)
+    return BlockOutputs(hidden, blocks, None, torch.tensor(progress, dtype=torch.float64))
 
 
 def terms_of(target: Target, draft: Draft, section: DominoSection, outputs: BlockOutputs) -> Terms:
@@ -205,7 +205,7 @@ def test_a_batch_without_a_label_adds_zero(target: Target) -> None:
 )
 def test_the_curriculum(start: float, ratio: float, progress: float, share: float) -> None:
     options = DominoObjectiveOptions(lambda_start=start, lambda_decay_ratio=ratio)
-    assert options.base_share(progress) == pytest.approx(share)
+    assert options.base_share(torch.tensor(progress, dtype=torch.float64)).item() == pytest.approx(share, abs=1e-15)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------

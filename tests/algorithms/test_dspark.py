@@ -81,7 +81,7 @@ class Case:
         return self.draft(embeddings, self.blocks.positions, context, attend)
 
     def terms(self) -> Terms:
-        outputs = BlockOutputs(self.hidden(), self.blocks, self.final, 0.0)
+        outputs = BlockOutputs(self.hidden(), self.blocks, self.final, torch.zeros(()))
         return METHOD.objective(self.draft.config, self.section).terms(self.draft, self.target.ends, outputs)
 
 
@@ -287,7 +287,7 @@ def test_it_asks_for_the_target_s_final_state(target: Target) -> None:
     layout = METHOD.capture(case.draft.config)
     assert layout.widths == {TAPS: 2 * 32, FINAL_STATE: 32}
     assert algorithm("dflash").capture(case.draft.config).final_state is False
-    outputs = BlockOutputs(case.hidden(), case.blocks, None, 0.0)
+    outputs = BlockOutputs(case.hidden(), case.blocks, None, torch.zeros(()))
     with pytest.raises(DraftsmithError, match="final states"):
         METHOD.objective(case.draft.config, case.section).terms(case.draft, target.ends, outputs)
 

@@ -12,7 +12,7 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.drafts.draft import Draft
 from draftsmith.training.batches import BlockSampler, Forward
-from draftsmith.training.forward import DraftLoss
+from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
 from draftsmith.training.record import find_checkpoint
@@ -110,7 +110,7 @@ def test_a_step_never_waits_for_the_device(target, tmp_path, name):
             torch.cuda.set_sync_debug_mode("error")
         try:
             updater.clear()
-            numerator, denominator, _ = loss(batch, 0.5)
+            numerator, denominator, _ = loss(batch, share_done(1, 2, torch.device("cuda")))
             numerator.backward()
             updater.apply(numerator.detach().double(), denominator.double(), 1e-4)
         finally:

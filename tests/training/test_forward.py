@@ -5,7 +5,7 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.masks import AttentionBackend, dense_attention
 from draftsmith.features.schema import TAPS
 from draftsmith.training.batches import BlockSampler, Forward
-from draftsmith.training.forward import DraftLoss
+from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.source import StoreSource
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
@@ -34,21 +34,21 @@ def test_the_objective_gets_what_the_draft_makes_of_the_targets_rows(tmp_path):
     draft = tiny_draft(target, block_size=4, mask_token_id=MASK, target_layer_ids=TAP_IDS, input_embedding_scale=2.5)
     batch = batch_of(counting_store(tmp_path, target, documents=6), draft)
     recorder = Recorder()
-    DraftLoss(draft, target.ends, recorder, attention=AttentionBackend.DENSE, autocast=None)(batch, 0.25)
+    DraftLoss(draft, target.ends, recorder, attention=AttentionBackend.DENSE, autocast=None)(batch, share_done(1, 4, draft.device))
 
     packed, blocks = batch.packed, batch.blocks
     context = draft.context_keys_values(packed.features[TAPS], packed.positions)
     attend = dense_attention(blocks, packed.document, draft.attention_kinds)
     rows = target.ends.embedding_rows(blocks.input_ids)
     torch.testing.assert_close(recorder.outputs.hidden, draft(rows, blocks.positions, context, attend))
-    assert recorder.outputs.progress == 0.25
+    assert (recorder.outputs.progress.item(), recorder.outputs.progress.dtype) == (0.25, torch.float64)
     assert recorder.outputs.final_state is None
 
 
 def test_every_parameter_has_a_gradient_even_without_a_label(target, store):
     draft = tiny_draft(target, block_size=4, mask_token_id=MASK, target_layer_ids=TAP_IDS)
     loss = DraftLoss(draft, target.ends, Recorder(), attention=AttentionBackend.DENSE, autocast=None)
-    numerator, _, _ = loss(batch_of(store, draft), 0.0)
+    numerator, _, _ = loss(batch_of(store, draft), share_done(0, 1, draft.device))
     numerator.backward()
     assert all(p.grad is not None and not p.grad.any() for p in draft.parameters())
 
