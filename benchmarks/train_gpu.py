@@ -7,10 +7,10 @@ Parts:
 
     rate        the device's bf16 matrix product and copy, on random data
     ours        a step of draftsmith (options: a method's name, `checkpointing`, `eager`, `flex`, `graphs`, `profile`,
-                `xTOKENS`, the tokens of a row)
+                `host`, the host's share of a step, `xTOKENS`, the tokens of a row)
     theirs      a step of SpecForge's DFlash model (package `specforge`) with its own optimiser (options: `plain`,
                 torch's AdamW on bf16 weights instead; `checkpointing`; `profile`)
-    packing     documents/s of packed rows and of rows padded to the batch's longest document
+    sizes       the first steps on batches of several numbers of blocks: what is compiled at each
     target      the target's forward with random weights, capturing what the draft reads (what an online step adds)
 
 Shapes are those of a 5-layer draft: qwen3-8b with 4 documents of 3,072 tokens and 512 anchors (`qwen3-8b-1`: 1
@@ -21,8 +21,9 @@ JSON line a part; a part that fails prints its traceback and the others go on.
 import gc
 import json
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +46,7 @@ from draftsmith.features.schema import FINAL_STATE, TAPS
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.training.batches import MicroBatch
 from draftsmith.training.flops import Work, training_flops
-from draftsmith.training.forward import DraftLoss
+from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.graphs import StepGraphs
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
@@ -177,13 +178,14 @@ def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[
     updater = Updater(loss, parallel, TrainOptions())
 
     graphs = StepGraphs(parallel.forward, list(loss.parameters())) if "graphs" in options else None
+    half = share_done(1, 2, torch.device("cuda"))
 
     def step(batch: MicroBatch) -> None:
         updater.clear()
         if graphs is not None:
-            numerator, denominator, _ = graphs.run(batch, 0.5)
+            numerator, denominator, _ = graphs.run(batch, half)
         else:
-            numerator, denominator, _ = parallel.forward(batch, 0.5)
+            numerator, denominator, _ = parallel.forward(batch, half)
             numerator.backward()
         updater.apply(numerator.detach().double(), denominator.double(), 1e-4)
 
@@ -218,46 +220,38 @@ def ours(options: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def packing(options: Sequence[str]) -> dict[str, Any]:
-    """16 documents whose lengths are spread like those of gsm8k's answers (mean 210 tokens, at most 448), every
-    position an anchor: packed into one row, and a row each, as long as the longest of them.
+def sizes(options: Sequence[str]) -> dict[str, Any]:
+    """Steps on batches of four numbers of blocks, one after the other: what torch.compile does at each."""
+    from torch._dynamo.utils import counters
 
-    Also the ceilings: context tokens and slots of the padded batch over those of the packed one.
-    """
-    base, _ = of_method(SHAPES[options[0]], options)
-    drawn = 40 + torch.distributions.Gamma(4.0, 4.0 / 170.0).sample((1 << 14,))
-    quantiles = (torch.arange(16) + 0.5) / 16  # as many documents of every length as there are in the long run
-    lengths = drawn.quantile(quantiles).long().clamp(max=448).tolist()
-    ways = {"packed": ([list(range(16))], sum(lengths)), "padded": ([[i] for i in range(16)], max(lengths))}
-    found: dict[str, Any] = {"mean_tokens": sum(lengths) / 16, "longest": max(lengths)}
-    for way, (rows, width) in ways.items():
-        shape = replace(base, anchors=512, tokens_per_row=width)
-        records = random_records(shape, lengths, final_state=False)
-        step, method, section = our_step(shape, "dflash", options)
-        batch = micro_batch(shape, method, [[records[i] for i in row] for row in rows], section)
-        found[f"{way}_context"] = batch.packed.input_ids.numel()
-        found[f"{way}_slots"] = batch.blocks.input_ids.numel()
-        measures = measured(lambda step=step, batch=batch: step(batch), 20, options)  # type: ignore[misc]
-        found[f"{way}_ms"] = measures["ms"]
-        found[f"{way}_documents_per_s"] = round(16 * measures["steps_per_s"], 1)
-        del step, batch
-        release()
-    for name in ("context", "slots", "ms"):
-        found[f"{name}_ratio"] = round(found[f"padded_{name}"] / found[f"packed_{name}"], 2)
-    found["ratio"] = round(found["packed_documents_per_s"] / found["padded_documents_per_s"], 2)
+    shape, name = of_method(SHAPES[options[0]], options)
+    step, method, section = our_step(shape, name, options)
+    lengths = [shape.tokens] * shape.documents
+    records = random_records(shape, lengths, final_state=method.capture(shape.config).final_state)
+    rows = [[records[i] for i in row] for row in pack_rows(lengths, shape.tokens_per_row)]
+    torch._logging.set_logs(recompiles=True)
+    found: dict[str, Any] = {"blocks": [], "graphs_compiled": [], "step_s": []}
+    for anchors in (shape.anchors, shape.anchors // 2, shape.anchors // 4, shape.anchors):
+        batch = micro_batch(replace(shape, anchors=anchors), method, rows, section)
+        before, started = counters["stats"]["unique_graphs"], time.perf_counter()
+        step(batch)
+        torch.cuda.synchronize()
+        found["blocks"].append(batch.blocks.valid.numel())
+        found["graphs_compiled"].append(counters["stats"]["unique_graphs"] - before)
+        found["step_s"].append(round(time.perf_counter() - started, 2))
     return found
 
 
 # --- SpecForge ------------------------------------------------------------------------------------------------------
 
 
-def theirs(options: Sequence[str]) -> dict[str, Any]:
+def their_step(shape: Shape, options: Sequence[str]) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """A whole optimiser step on input_ids [R, S], features [R, S, T*H] and loss_mask [R, S]."""
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
     from specforge.optimizer import BF16Optimizer
     from transformers import Qwen3Config
 
-    shape = SHAPES[options[0]]
     config = shape.config
     described = Qwen3Config(
         hidden_size=config.hidden_size,
@@ -293,20 +287,29 @@ def theirs(options: Sequence[str]) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-4, fused=True)
     else:
         optimizer = BF16Optimizer(draft, lr=1e-4, max_grad_norm=1.0, total_steps=1000)
-    tokens = (shape.documents, shape.tokens)
-    input_ids = torch.randint(config.vocab_size, tokens, device="cuda")
-    width = len(config.target_layer_ids) * config.hidden_size
-    features = torch.randn(*tokens, width, device="cuda", dtype=torch.bfloat16)
-    loss_mask = torch.ones(tokens, device="cuda")
 
-    def step() -> None:
+    def step(input_ids: Tensor, features: Tensor, loss_mask: Tensor) -> None:
         loss, _, _ = model(input_ids, features, loss_mask)
         loss.backward()
         optimizer.step()
         if "plain" in options:
             optimizer.zero_grad()
 
-    return measured(step, 6 if config.hidden_size > 1000 else 12, options)
+    return step
+
+
+def their_batch(shape: Shape, loss_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Random tokens and features for a loss mask [R, S] float32 on the device."""
+    width = len(shape.config.target_layer_ids) * shape.config.hidden_size
+    features = torch.randn(*loss_mask.shape, width, device="cuda", dtype=torch.bfloat16)
+    return torch.randint(shape.config.vocab_size, loss_mask.shape, device="cuda"), features, loss_mask
+
+
+def theirs(options: Sequence[str]) -> dict[str, Any]:
+    shape = SHAPES[options[0]]
+    step = their_step(shape, options)
+    batch = their_batch(shape, torch.ones(shape.documents, shape.tokens, device="cuda"))
+    return measured(lambda: step(*batch), 6 if shape.config.hidden_size > 1000 else 12, options)
 
 
 # --- the target -----------------------------------------------------------------------------------------------------
@@ -350,7 +353,7 @@ def target(options: Sequence[str]) -> dict[str, Any]:
 
 # A part's failure must not cost the others.
 FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, LookupError, AssertionError)
-PARTS = {"rate": rate, "ours": ours, "theirs": theirs, "packing": packing, "target": target}
+PARTS = {"rate": rate, "ours": ours, "theirs": theirs, "sizes": sizes, "target": target}
 
 
 def release() -> None:
@@ -359,7 +362,7 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def main(parts: Sequence[str]) -> None:
+def main(parts: Sequence[str], known: Mapping[str, Callable[[Sequence[str]], dict[str, Any]]] = PARTS) -> None:
     if parts[:1] == ["--lock"]:
         LOCK.append(parts[1])
         parts = parts[2:]
@@ -367,7 +370,7 @@ def main(parts: Sequence[str]) -> None:
         name, *options = part.split(":")
         torch.manual_seed(0)
         try:
-            print(json.dumps({"part": part, **PARTS[name](options)}), flush=True)
+            print(json.dumps({"part": part, **known[name](options)}), flush=True)
         except FAILURES:
             print(json.dumps({"part": part, "error": traceback.format_exc()[-3000:]}), flush=True)
         sys.stderr.flush()

@@ -1,6 +1,8 @@
 """Times, memory, waits and profiles of steps on a GPU, for `train_gpu.py`."""
 
+import cProfile
 import fcntl
+import pstats
 import sys
 import time
 import warnings
@@ -53,6 +55,7 @@ def measured(step: Callable[[], Any], repeats: int, options: Sequence[str]) -> d
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - before
+    torch.cuda.empty_cache()  # a graph's memory, which the next step may take, is not what this one used
     seconds, wall = timed(step, repeats)
     found = {
         "ms": round(1e3 * seconds, 2),
@@ -60,9 +63,14 @@ def measured(step: Callable[[], Any], repeats: int, options: Sequence[str]) -> d
         "steps_per_s": round(1 / wall, 2),
         "first_step_s": round(first, 1),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
     }
     if "profile" in options:
-        profile(step)
+        with alone():
+            profile(step)
+    if "host" in options:
+        with alone():
+            host(step)
     return found
 
 
@@ -111,3 +119,28 @@ def profile(step: Callable[[], Any], rows: int = 25) -> None:
             f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d}x  {event.key[:40]} {shapes}",
             file=sys.stderr,
         )
+
+
+def host(step: Callable[[], Any], steps: int = 10, rows: int = 40) -> None:
+    """Where the host's time goes: Python functions, then operators, of `steps` steps that nothing waits for, to
+    stderr."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(2):
+        step()
+    issued = (time.perf_counter() - started) / 2
+    torch.cuda.synchronize()
+    print(f"host: {1e3 * issued:.2f} ms to issue a step", file=sys.stderr)
+    with torch.autograd.set_multithreading_enabled(False):  # the backward in this thread, where it is seen
+        taken = cProfile.Profile()
+        taken.enable()
+        for _ in range(steps):
+            step()
+        taken.disable()
+        for order in ("tottime", "cumulative"):
+            pstats.Stats(taken, stream=sys.stderr).sort_stats(order).print_stats(rows)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operators:
+            for _ in range(steps):
+                step()
+    table = operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=60)
+    print(table, file=sys.stderr)
