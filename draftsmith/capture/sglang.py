@@ -3,7 +3,7 @@
 Read from the source of sglang 0.5.23 (`Engine`, `ServerArgs`, `handle_aux_hidden_state_capture`): with
 `enable_return_aux_hidden_states`, `speculative_algorithm` names the hook that is given the layers, DFLASH
 `set_dflash_layers_to_capture` and EAGLE3 `set_eagle3_layers_to_capture`. The hooks take 0-based layers and add the one
-by which SGLang's "before layer i + 1" is "after layer i" themselves (`targets.taps`). States come back in the order of
+by which SGLang's "before layer i + 1" is "after layer i" themselves (`layer_ids`). States come back in the order of
 layers, whatever order they were asked for in, and as nested lists: `meta_info["hidden_states"][0]` are the rows of the
 whole prompt, as long as it is not prefilled in chunks and nothing of it is cached.
 """
@@ -19,6 +19,7 @@ from draftsmith.capture.options import SglangOptions
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import TAPS, CaptureLayout
+from draftsmith.launcher import local_rank
 from draftsmith.targets.options import TargetOptions
 
 FIRST_VERSION = (0, 5, 23)
@@ -26,7 +27,7 @@ _ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3"}
 
 
 def engine_arguments(target: TargetOptions, layout: CaptureLayout, options: SglangOptions) -> dict[str, Any]:
-    """The keywords of `sglang.Engine`, which chooses the device itself.
+    """The keywords of `sglang.Engine`.
 
     Raises `DraftsmithError` for a layout that the engine cannot give.
     """
@@ -35,11 +36,14 @@ def engine_arguments(target: TargetOptions, layout: CaptureLayout, options: Sgla
             "capture.backend is 'sglang', and the draft needs the target's final state; SGLang returns the tapped "
             "layers in its place: use capture.backend=hf or vllm"
         )
+    kind, _, number = target.device.partition(":")
     return {
         "model_path": target.path,
         "dtype": target.dtype,
         "revision": target.revision,
         "trust_remote_code": target.trust_remote_code,
+        "device": None if kind == "auto" else kind,  # None: whatever SGLang finds
+        "base_gpu_id": int(number) if number else local_rank(),  # a launcher's processes have a GPU each
         "enable_return_aux_hidden_states": True,
         "speculative_algorithm": _ALGORITHMS[options.capture_method],
         "return_aux_hidden_state_layer_ids": sorted(layout.tap_ids),

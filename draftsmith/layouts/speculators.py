@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftsmith.layer_ids import from_layer_input_ids, to_layer_input_ids
 from draftsmith.layouts.attention_fields import any_sliding, read_attention, uniform_kind
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
 from draftsmith.layouts.consumers import SPECULATORS
@@ -78,7 +79,7 @@ class SpeculatorsLayout:
         canonical: dict[str, Any] = {"architecture": architecture}
         canonical |= {name: fields.get(name) for name in NETWORK}
         canonical |= {name: fields.get(name) for name in ("block_size", "mask_token_id", "num_target_layers")}
-        canonical["target_layer_ids"] = _from_one(fields.get("aux_hidden_state_layer_ids"))
+        canonical["target_layer_ids"] = _tap_ids(fields.get("aux_hidden_state_layer_ids"))
         canonical["rope"] = rope_parameters(fields.nested)
         canonical |= read_attention(Fields(fields.nested, "no_section"))
         loose = fields.get("sliding_window_non_causal")
@@ -138,7 +139,7 @@ class SpeculatorsLayout:
             "draft_vocab_size": config["vocab_size"],
             "target_hidden_size": config["hidden_size"],
             "num_target_layers": config["num_target_layers"],
-            "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
+            "aux_hidden_state_layer_ids": to_layer_input_ids(config["target_layer_ids"]),
             "sample_from_anchor": kind.sample_from_anchor,
             # vLLM takes the opposite of this for the causality of every layer, full ones too.
             "sliding_window_non_causal": not slides[1],
@@ -184,16 +185,16 @@ def _with_defaults(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     return {**config, NETWORK_SECTION: {**network, **left_out}}
 
 
-def _from_one(ids: Any) -> Any:
-    """Layer ids that count the embedding as the first -> tap ids; anything that is no list of ids as it is, for the
+def _tap_ids(ids: Any) -> Any:
+    """Layer ids counted by what a layer reads -> tap ids; anything that is no list of ids as it is, for the
     checks of the configuration."""
     if not isinstance(ids, list) or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids):
         return ids
-    if 0 in ids:
+    if any(layer < 1 for layer in ids):
         raise LayoutError(
             f"aux_hidden_state_layer_ids is {ids}; allowed: ids >= 1, since 0 is the embedding, which drafts do not tap"
         )
-    return [layer - 1 for layer in ids]
+    return from_layer_input_ids(ids)
 
 
 def _target_parts(config: dict[str, Any], parts: dict[str, Tensor]) -> TargetParts | None:

@@ -51,23 +51,6 @@ def check_tap_ids(ids: Sequence[int], num_layers: int) -> None:
         raise DraftsmithError(f"tap ids {list(ids)} name a layer twice; each layer can be tapped once")
 
 
-def to_layer_input_ids(tap_ids: Sequence[int]) -> tuple[int, ...]:
-    """Tap ids in the convention "what layer j reads", which is one higher than "what layer i wrote".
-
-    SGLang's capture hooks and the `aux_hidden_state_layer_ids` of speculators and vLLM count this way.
-    """
-    return tuple(i + 1 for i in tap_ids)
-
-
-def from_layer_input_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of `to_layer_input_ids`. Raises `DraftsmithError` for id 0, the embeddings, which no tap can mean."""
-    if any(j < 1 for j in layer_ids):
-        raise DraftsmithError(
-            f"layer ids {list(layer_ids)} name inputs of layers, so they must be at least 1: 0 is the embedding output"
-        )
-    return tuple(j - 1 for j in layer_ids)
-
-
 class _LastTapReached(Exception):
     """Ends a forward whose upper layers nobody needs; never leaves this file."""
 

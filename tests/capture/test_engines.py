@@ -97,6 +97,18 @@ def test_sglang_loads_the_target_as_the_recipe_says() -> None:
     assert not engine_arguments(MODEL, CaptureLayout((1,), 32, False), SglangOptions())["trust_remote_code"]
 
 
+@pytest.mark.parametrize(
+    ("device", "kind", "gpu"), [("auto", None, 2), ("cuda", "cuda", 2), ("cuda:5", "cuda", 5), ("cpu", "cpu", 2)]
+)
+def test_sglang_runs_where_the_recipe_says(
+    device: str, kind: str | None, gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")  # the third process of a machine
+    said = TargetOptions(path="some/model", device=device)
+    arguments = engine_arguments(said, CaptureLayout((1,), 32, final_state=False), SglangOptions())
+    assert (arguments["device"], arguments["base_gpu_id"]) == (kind, gpu)
+
+
 def test_sglang_cannot_give_a_final_state() -> None:
     with pytest.raises(DraftsmithError, match="needs the target's final state; SGLang returns"):
         engine_arguments(MODEL, CaptureLayout((1,), 32, final_state=True), SglangOptions())
