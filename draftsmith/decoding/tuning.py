@@ -48,13 +48,11 @@ class Tuning(BaseModel):
     def write(self, path: Path) -> None:
         """Writes the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = self.model_dump(mode="json", exclude={"engine"})
-        content["engine"] = self.engine.model_dump(mode="json", exclude_defaults=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
 
     def apply(self, draft: Draft, base: EngineOptions | None = None) -> tuple[Draft, EngineOptions]:
-        """The draft with the tuned block, and the engine's options: those of `base`, with the measured ones over them;
-        of the proposer's, those of `base` that were not measured otherwise stay.
+        """The draft with the tuned block, and the engine's options: the measured ones; of the proposer's, those of
+        `base` that were not measured stay.
 
         Raises `DraftsmithError` where the settings are for another draft.
         """
@@ -64,7 +62,5 @@ class Tuning(BaseModel):
                 f"the settings are for a {self.method} draft with blocks of {self.trained_block_size}, and this is a "
                 f"{own[0]} draft with blocks of {own[1]}; tune again for it"
             )
-        base = base or EngineOptions()
-        tuned = {name: getattr(self.engine, name) for name in self.engine.model_fields_set}
-        tuned["proposer"] = base.proposer | self.engine.proposer
-        return draft.with_block_size(self.block_size), base.model_copy(update=tuned)
+        proposer = (base or EngineOptions()).proposer | self.engine.proposer
+        return draft.with_block_size(self.block_size), self.engine.model_copy(update={"proposer": proposer})

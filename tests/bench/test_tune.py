@@ -121,13 +121,13 @@ def test_the_whole_way_to_a_file_that_decoding_reads(target, tmp_path):
     assert said[0].startswith(f"1. blocks of {found.block_size}, {found.engine.num_proposals} proposals")
     path = tmp_path / "tuned.json"
     found.write(path)
-    written = {"context_bucket": 64, "num_proposals": found.engine.num_proposals, "proposer": {"rollout": "plain"}}
-    assert json.loads(path.read_text())["engine"] == written
+    # Measured with these, defaults included: what another recipe says of them does not count.
     base = EngineOptions(prefill_chunk=2, context_bucket=32, proposer={"min_survival": 0.0, "rollout": "pruned"})
+    measured = engine.model_copy(update={"num_proposals": found.engine.num_proposals})
+    assert EngineOptions(**json.loads(path.read_text())["engine"]) == measured
     tuned, options = Tuning.read(path).apply(draft, base)
-    assert (tuned.config.block_size, options.prefill_chunk, options.context_bucket) == (found.block_size, 2, 64)
-    assert options.num_proposals == found.engine.num_proposals
-    assert options.proposer == {"min_survival": 0.0, "rollout": "plain"}
+    assert tuned.config.block_size == found.block_size
+    assert options == measured.model_copy(update={"proposer": {"min_survival": 0.0, "rollout": "plain"}})
     tuned, options = Tuning.read(path).apply(draft)
     decoded = generate(target, tuned, PROMPTS, max_new_tokens=6, options=options)
     assert [g.token_ids for g in decoded] == [g.token_ids for g in generate(target, None, PROMPTS, max_new_tokens=6)]
