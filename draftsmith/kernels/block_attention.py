@@ -39,7 +39,11 @@ def block_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Plain PyTorch for `block_attention`, in fp32. Same arguments, same result up to rounding."""
+    """Plain PyTorch for `block_attention`, in fp32. Same arguments, same result up to rounding.
+
+    Who sees whom follows from positions in the cache alone, as in the kernel; the blocks of training, whose context
+    stands elsewhere, have `blocks.sight`. That both agree is tested where a draft's fused pass is.
+    """
     batch, heads, width, dim = q.shape
     groups = heads // k_cache.shape[1]
     visible = _visible(start, width, k_cache.shape[2], causal, window)  # [batch, width, length]

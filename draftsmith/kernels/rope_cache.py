@@ -43,6 +43,8 @@ def rope_cache_reference(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As the targets' code rotates, each product rounded; beside the drafts' own `rotate` for the reason that
+    `plain_norm` gives."""
     rotary = cos.shape[-1]
     turned, kept = x[..., :rotary], x[..., rotary:]
     low, high = turned.chunk(2, -1)
