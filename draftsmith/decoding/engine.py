@@ -17,8 +17,8 @@ from draftsmith.decoding.answer import Answer, not_finite
 from draftsmith.decoding.cache import BlockRunner, DenseBlocks, FusedBlocks
 from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
-from draftsmith.decoding.pool import SlotPool, to_device
-from draftsmith.decoding.prefill import PrefillGroup, groups_of
+from draftsmith.decoding.pool import SlotPool
+from draftsmith.decoding.prefill import PrefillGroup, graph_width, groups_of
 from draftsmith.decoding.reports import Reports
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingBounds
@@ -27,7 +27,6 @@ from draftsmith.decoding.step import Drafting, Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.slot_state import REPORT_HEADER
 from draftsmith.targets.target import Target
 
 _FUSED_BLOCK_SIZE = 32
@@ -50,12 +49,14 @@ class Engine:
         on_gpu = target.device.type == "cuda"
         if self.options.graphs == "on" and not on_gpu:
             raise DraftsmithError(f"graphs is on, but the target is on {target.device}; set it to auto or off")
+        self._on_gpu = on_gpu
         self._graphs_on = on_gpu and self.options.graphs != "off"
         self._lag = int(on_gpu) if self.options.steps_ahead is None else self.options.steps_ahead
         self._waiting: deque[Answer] = deque()
         self._groups: deque[PrefillGroup] = deque()
         self._reports = Reports()
         self._graphs: StepGraphs | None = None
+        self._prompt_graphs: StepGraphs | None = None
         self.pool: SlotPool | None = None
         self._pools = 0
 
@@ -124,9 +125,9 @@ class Engine:
 
     @property
     def preparations(self) -> tuple[int, int]:
-        """How often slots were made, and steps prepared for graphs with the present ones: where it changed, a run took
-        time for preparations."""
-        return self._pools, 0 if self._graphs is None else self._graphs.prepared
+        """How often slots were made, and steps and passes prepared for graphs with the present ones: where it changed,
+        a run took time for preparations."""
+        return self._pools, sum(graphs.prepared for graphs in (self._graphs, self._prompt_graphs) if graphs is not None)
 
     @property
     def idle(self) -> bool:
@@ -187,6 +188,7 @@ class Engine:
         if self._graphs_on:
             torch.cuda.synchronize(self.target.device)  # a graph may still be running
             self._graphs = StepGraphs(self.target.device, self.options.max_graphs)
+            self._prompt_graphs = StepGraphs(self.target.device, self.options.max_graphs, beside=self._graphs)
         slots, stepper = self._wanted_slots(), self.stepper
         max_length = self.options.max_length or self._wanted_length()
         stops = max(8, *(len(answer.stop_token_ids) for answer in self._waiting))
@@ -212,23 +214,41 @@ class Engine:
                 return
 
     def _prefill_pass(self, pool: SlotPool, group: PrefillGroup) -> None:
-        answers, begin = group.answers, group.begin
-        width = group.next_width(self.options.prefill_chunk)
+        answers, first = group.answers, group.first
+        end = first + len(answers)
+        width, small = self._pass_width(pool, group)
         ended = group.advance(width)
-        rows = tuple(a if end and not a.finished else None for a, end in zip(answers, ended, strict=True))
-        first = [row is not None for row in rows]
-        ending = to_device(torch.tensor(first), self.target.device) if any(first) else None
-        slots = pool.rows(group.first, group.first + len(answers))
-        bounds = SamplingBounds.of(row.sampling for row in rows if row is not None)
-        self.stepper.prefill(slots, begin, width, ending, bounds)
-        pool.prefilling -= {group.first + row for row, end in enumerate(ended) if end}
-        if any(first):
-            for row in rows:
-                if row is not None:
-                    row.launched(most=1)
-            self._reports.push(slots.state.report[:, : REPORT_HEADER + 1], group.first, rows, verified=False)
-        cancelled = [group.first + i for i, a in enumerate(answers) if ended[i] and a.finished]
-        pool.release(cancelled)
+        rows = tuple(a if over and not a.finished else None for a, over in zip(answers, ended, strict=True))
+        starting = [row for row in rows if row is not None]
+        bounds = SamplingBounds.of(row.sampling for row in starting) if starting else None
+        # A kernel reads what a query sees, however long the view; a mask costs what the view is long.
+        extent = pool.reserved if self._on_gpu else group.begin
+
+        def read() -> None:
+            self.stepper.prefill(pool.rows(first, end), width, extent, bounds)
+
+        if small and self._prompt_graphs is not None:
+            self._prompt_graphs.run((first, end, width, bounds), read)
+        else:
+            read()
+        pool.prefilling -= {first + row for row, over in enumerate(ended) if over}
+        for row in starting:
+            row.launched(most=1)
+        if starting:
+            self._reports.push(pool.state.report[first:end], first, rows, verified=False)
+        # The device began with these as well: what it did for them is taken back before any step.
+        pool.release([first + i for i, answer in enumerate(answers) if ended[i] and answer.finished])
+
+    def _pass_width(self, pool: SlotPool, group: PrefillGroup) -> tuple[int, bool]:
+        """Tokens of the group's next pass, and whether that is one for a graph. On a GPU such passes have the same few
+        widths with and without graphs, so that both give the same to the last bit; a CPU would compute the padding."""
+        chunk = self.options.prefill_chunk
+        width = group.next_width(chunk)
+        if not self._on_gpu:
+            return width, False
+        room = min(pool.readable, self.target.max_position_embeddings) - group.begin
+        padded = graph_width(width, len(group.answers), min(chunk, room))
+        return (width, False) if padded is None else (padded, True)
 
     def _in_work(self, pool: SlotPool) -> list[Answer]:
         """Rows whose prompt is read, and which may not have ended, as far as the host knows."""

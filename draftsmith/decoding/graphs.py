@@ -13,18 +13,23 @@ class StepGraphs:
 
     The first step of a key runs eagerly, on a stream beside: it is a step like any other, and warms up whatever a
     capture must not set up. The second is captured, which computes nothing, and replayed, as all later ones are. A
-    graph keeps nothing but its own intermediate results, and replays follow each other, so all share one pool.
+    graph keeps nothing but its own intermediate results, and replays follow each other, so all share one pool of
+    memory, also with the graphs of `beside`, whose steps must run in turn with these.
+
+    At most `max_graphs` are kept, and as many keys that were met once; of both, the longest unused goes first, and is
+    new when it is met again. So keys that come round too seldom to be kept are never captured, and cost what they
+    would without graphs.
     """
 
-    def __init__(self, device: torch.device, max_graphs: int) -> None:
+    def __init__(self, device: torch.device, max_graphs: int, beside: "StepGraphs | None" = None) -> None:
         self._device = device
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
-        self._warm: set[Hashable] = set()
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._warm: OrderedDict[Hashable, None] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+        self._stream = torch.cuda.Stream(device) if beside is None else beside._stream
         self.prepared = 0
-        """Grows with every step that is warmed up or captured, also when a dropped graph is captured anew."""
+        """Grows with every capture, and with every step that is warmed up while there is room for its graph."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -33,14 +38,20 @@ class StepGraphs:
         """One step, on the current stream as far as the caller can tell."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._warm:
-            self._warm.add(key)
-            self.prepared += 1
+            self._warm_up(key)
             self._beside(step)
             return
         if graph is None:
             graph = self._capture(key, step)
         self._graphs.move_to_end(key)
         graph.replay()
+
+    def _warm_up(self, key: Hashable) -> None:
+        if len(self._graphs) < self._max_graphs:
+            self.prepared += 1
+        if len(self._warm) >= self._max_graphs:
+            self._warm.popitem(last=False)
+        self._warm[key] = None
 
     def _beside(self, step: Callable[[], None]) -> None:
         here = torch.cuda.current_stream(self._device)
@@ -63,5 +74,6 @@ class StepGraphs:
                 f"a decoding step cannot be captured in a CUDA graph: {error}; set graphs to off to decode eagerly"
             ) from error
         self._graphs[key] = graph
+        del self._warm[key]
         self.prepared += 1
         return graph

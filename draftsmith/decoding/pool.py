@@ -45,6 +45,11 @@ class SlotPool:
         return len(self.state.length)
 
     @property
+    def readable(self) -> int:
+        """Positions of a row that a pass over prompts may touch, padding included: it has ids and cache entries."""
+        return min(self.reserved, self.state.tokens.shape[1])
+
+    @property
     def idle(self) -> bool:
         """Whether no slot is in use."""
         return not any(self.occupants)
@@ -89,6 +94,7 @@ class SlotPool:
         ]
         for tensor, values in columns:
             fill(tensor[begin:end], torch.tensor(values, dtype=tensor.dtype))
+        state.read[begin:end].zero_()
         for flags in (state.stopped, state.invalid_target, state.invalid_draft):
             flags[begin:end].fill_(False)
         state.finished[begin:end].fill_(True)

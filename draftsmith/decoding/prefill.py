@@ -1,4 +1,9 @@
-"""How prompts are read: rows that came together, chunk by chunk, with little padding."""
+"""How prompts are read: rows that came together, chunk by chunk, with little padding.
+
+On a GPU a pass over few tokens takes as long as its launches, so such passes are replayed from graphs, and padded to a
+few widths so that the graphs are few. Padding is tokens that mean nothing, behind a row's own: what they leave in the
+caches lies past the row's length, as it does for the shorter rows of any pass.
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +11,13 @@ from draftsmith.decoding.answer import Answer
 
 PASS_TOKENS = 16384
 """Most tokens in one pass when many rows are read together: it bounds the memory of a pass."""
+
+SMALL_PASS = 2048
+"""Most tokens, padding included, of a pass that is padded to one of `WIDTHS` and held in a graph. With more, the device
+takes longer than the host's launches, and padding would cost what it computes."""
+
+WIDTHS = (64, 128, 192, 256, 384, 512)
+"""Tokens of a row in such a pass."""
 
 _FREE_PADDING = 256
 """Padded tokens that cost next to nothing: a pass reads the weights, however few tokens it has."""
@@ -38,6 +50,15 @@ class PrefillGroup:
         ended = [len(answer.prompt) <= self.begin for answer in self.answers]
         self.answers = [answer for answer in self.answers if len(answer.prompt) > self.begin]
         return ended
+
+
+def graph_width(width: int, rows: int, most: int) -> int | None:
+    """The width that a pass over `rows` rows takes in place of `width`, 1 <= width <= most: the next of `WIDTHS`, at
+    most `most`. None for a pass that is too large for a graph."""
+    wider = min((one for one in WIDTHS if one >= width), default=None)
+    if wider is None or rows * min(wider, most) > SMALL_PASS:
+        return None
+    return min(wider, most)
 
 
 def groups_of(slots: list[int], answers: list[Answer], most: int | None) -> list[PrefillGroup]:

@@ -31,7 +31,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._pending: deque[Pending] = deque()
-        self._spare: list[Tensor] = []
+        self._spare: dict[torch.Size, list[Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -52,14 +52,9 @@ class Reports:
         pending = self._pending.popleft()
         if pending.done is not None:
             pending.done.synchronize()
-        lines = pending.lines.tolist()
-        if pending.done is not None:
-            self._spare.append(pending.lines)
-        return lines, pending
+            self._spare[pending.lines.shape].append(pending.lines)
+        return pending.lines.tolist(), pending
 
     def _buffer(self, report: Tensor) -> Tensor:
-        for index, spare in enumerate(self._spare):
-            if spare.shape == report.shape:
-                return self._spare.pop(index)
-        self._spare.clear()
-        return torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+        spare = self._spare.setdefault(report.shape, [])
+        return spare.pop() if spare else torch.empty(report.shape, dtype=report.dtype, pin_memory=True)

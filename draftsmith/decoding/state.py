@@ -18,7 +18,8 @@ class DecodingState:
     tokens [slots, max_length + width] int64, prompt and committed tokens; length [slots] int64, how many of them
     count: the last one, at length - 1, is the anchor, and has not been through the target. limit [slots] int64, the
     length at which the row ends; finished [slots] bool: nothing is committed to the row (so also while its prompt is
-    being read, and in a slot without a row); stopped [slots] bool, finished by a stop token. seeds [slots] int64;
+    being read, and in a slot without a row); stopped [slots] bool, finished by a stop token. read [slots] int64, how
+    far the prompt has been through the models, in whole passes, so perhaps past its end. seeds [slots] int64;
     stop_ids [slots, n] int64, of which stop_count [slots] int64 count; temperature, top_k, top_p [slots] as in
     `RowSampling`. invalid_target and invalid_draft [slots] bool: the row met logits of the target, or states of the
     draft, that are not finite. report [slots, REPORT_HEADER + width] int64: what the last commit did, for the host.
@@ -29,6 +30,7 @@ class DecodingState:
     limit: Tensor
     finished: Tensor
     stopped: Tensor
+    read: Tensor
     seeds: Tensor
     stop_ids: Tensor
     stop_count: Tensor
@@ -57,6 +59,7 @@ class DecodingState:
             limit=numbers(value=1),
             finished=flags(True),
             stopped=flags(),
+            read=numbers(),
             seeds=numbers(),
             stop_ids=numbers(stop_capacity),
             stop_count=numbers(),
@@ -75,6 +78,11 @@ class DecodingState:
     def sampling(self, bounds: SamplingBounds) -> RowSampling:
         """Each row's sampling options."""
         return RowSampling(self.temperature, self.top_k, self.top_p, bounds)
+
+    def prompt(self, width: int) -> tuple[Tensor, Tensor]:
+        """The next `width` tokens of each prompt: ids and positions, both [slots, width] int64."""
+        positions = self.read[:, None] + torch.arange(width, device=self.read.device)
+        return self.tokens.gather(1, positions), positions
 
     def open(self, *, width: int, block: int, filler: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a step begins with, all int64: anchors [slots], the positions of the last tokens; ids [slots, block],

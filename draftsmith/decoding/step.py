@@ -66,26 +66,28 @@ class Stepper:
         self._append_context(slots, states, anchors)
 
     @torch.no_grad()
-    def prefill(self, slots: Slots, begin: int, width: int, ending: Tensor | None, bounds: SamplingBounds) -> None:
-        """Runs `width` tokens of each slot's prompt, from position `begin` on, through target and draft.
+    def prefill(self, slots: Slots, width: int, extent: int, bounds: SamplingBounds | None) -> None:
+        """Runs the next `width` tokens of each slot's prompt through target and draft. Every prompt is still being
+        read, and no position after this pass exceeds `extent`.
 
-        ending [slots] bool: rows whose prompt ends in this pass; they get their first token, and are in work from now
-        on. None: there are none. Rows that end earlier are padded; what that leaves in the caches lies past the row's
+        bounds: of the rows whose prompt ends in this pass; they get their first token, and are in work from now on.
+        None: there are none. Rows that end earlier are padded; what that leaves in the caches lies past the row's
         length and is overwritten in time.
         """
         state = slots.state
-        positions = torch.arange(begin, begin + width, device=state.length.device).expand(len(state.length), -1)
-        ids = state.tokens[:, begin : begin + width]
-        states = self._run_target(slots, ids, positions, begin + width, final_state=ending is not None)
-        self._append_context(slots, states, torch.full_like(state.length, begin))
-        if ending is None:
-            return
-        final = _present(states.final_state)
-        index = (state.length - 1 - begin).clamp(0, width - 1)
-        last = final.gather(1, index.view(-1, 1, 1).expand(-1, 1, final.shape[-1]))  # [slots, 1, H]
-        state.finished.logical_and_(~ending)
-        choice = self._choose(state, last, state.sampling(bounds))
-        state.commit(choice.ids, ending.long(), choice.finite)
+        ids, positions = state.prompt(width)
+        states = self._run_target(slots, ids, positions, extent, final_state=bounds is not None)
+        self._append_context(slots, states, state.read)
+        if bounds is not None:
+            final = _present(states.final_state)
+            left = state.length - state.read  # of the prompt
+            ending = left <= width
+            index = left.clamp(max=width) - 1
+            last = final.gather(1, index.view(-1, 1, 1).expand(-1, 1, final.shape[-1]))  # [slots, 1, H]
+            state.finished.logical_and_(~ending)
+            choice = self._choose(state, last, state.sampling(bounds))
+            state.commit(choice.ids, ending.long(), choice.finite)
+        state.read.add_(width)
 
     # --- the parts of a step ------------------------------------------------------------------------------------------
 

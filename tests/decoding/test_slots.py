@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
-from draftsmith.decoding.prefill import PrefillGroup, groups_of
+from draftsmith.decoding.pool import Slots
+from draftsmith.decoding.prefill import SMALL_PASS, WIDTHS, PrefillGroup, graph_width, groups_of
 from draftsmith.decoding.request import Generation, Request
-from draftsmith.decoding.sampling import RowSampling, SamplingOptions, distribution
+from draftsmith.decoding.sampling import RowSampling, SamplingBounds, SamplingOptions, distribution
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
@@ -234,6 +236,72 @@ def test_prompts_are_read_whole_and_with_little_padding(chunk: int) -> None:
         group.advance(width)
     assert sum(lengths) <= computed <= 1.25 * sum(lengths) + 256 * passes
     assert passes <= 900 // chunk + 40
+
+
+def test_widths_for_graphs_are_few_and_pad_little() -> None:
+    generator = torch.Generator().manual_seed(5)
+    found = set()
+    for most, rows in itertools.product((1, 9, 64, 130, 512, 4000), (1, 3, 8, 33)):
+        for width in torch.randint(1, most + 1, (40,), generator=generator).tolist():
+            padded = graph_width(width, rows, most)
+            if padded is None:
+                assert width > WIDTHS[-1] or rows * width > SMALL_PASS - rows * 128
+                continue
+            assert width <= padded <= min(most, width + 127)
+            assert rows * padded <= SMALL_PASS
+            assert padded in WIDTHS or padded == most
+            found.add(padded)
+    assert found == {*WIDTHS, 1, 9, 130}
+    assert graph_width(65, 1, 512) != graph_width(64, 1, 512)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefill_chunk": 7}, {"slots": 2, "prefill_rows": 1}, {"max_length": 90, "slots": 3}], ids=str
+)
+def test_padded_passes_change_nothing(target: Target, draft: Draft, options: dict[str, object]) -> None:
+    """The widths of a GPU, on a CPU: also where prompts nearly fill their slots, and in slots that are used again."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(97, (length,), generator=generator).tolist() for length in (5, 70, 84, 1, 66, 31)]
+    request = Request.of(prompts, max_new_tokens=6, sampling=SAMPLINGS[0])
+    expected = Engine(target, draft).decode(request)
+    engine = Engine(target, draft, EngineOptions.model_validate(options))
+    engine._on_gpu = True
+    widths: list[tuple[int, int]] = []
+    prefill = engine.stepper.prefill
+
+    def watched(slots: Slots, width: int, extent: int, bounds: SamplingBounds | None) -> None:
+        widths.append((width, int(slots.state.read[0])))
+        assert engine.pool is not None
+        assert int(slots.state.read.max()) + width <= engine.pool.readable <= extent
+        prefill(slots, width, extent, bounds)
+
+    engine.stepper.prefill = watched  # type: ignore[method-assign]
+    assert engine.decode(request) == expected
+    assert {width for width, _ in widths} <= {*WIDTHS, options.get("prefill_chunk"), 95, 90 + 5 - 64}
+    changed = Request.of([*prompts[:2], [*prompts[2][:40], 3, *prompts[2][41:]], *prompts[3:]], max_new_tokens=6,
+                         sampling=SAMPLINGS[0])  # fmt: skip
+    found = engine.decode(changed)
+    assert found == Engine(target, draft).decode(changed)
+    assert found[2] != expected[2]
+    assert found[:2] == expected[:2]
+
+
+def test_padding_stays_in_the_window() -> None:
+    small = tiny_target("qwen3", max_position_embeddings=80)
+    request = Request.of([[7] * 78, [5, 6]], max_new_tokens=9, sampling=SAMPLINGS[0])
+    engine = Engine(small)
+    engine._on_gpu = True
+    forward, seen = small.forward, []
+
+    def watched(ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> Any:
+        seen.append(int(positions.max()))
+        return forward(ids, positions, **options)
+
+    small.forward = watched  # type: ignore[method-assign]
+    found = engine.decode(request)
+    assert max(seen) == 79
+    small.forward = forward  # type: ignore[method-assign]
+    assert found == Engine(small).decode(request)
 
 
 def test_groups_are_neighbouring_slots_and_not_too_many_rows() -> None:
