@@ -2,19 +2,21 @@
 
     python benchmarks/engine_trained_gpu.py --target DIR_OR_GGUF --draft DIR --prompts gsm8k.jsonl
 
-Greedy, in bf16. Also says whether the tokens are those of plain decoding at the verify width (they must be), at width 1
-(bf16 rounding may part them) and of eager steps, and how far the draft's fused pass is from its own modules. Prints
-JSON lines.
+Greedy, in bf16. The ratio of whole answers comes first, then the same with eager passes over prompts. Also says whether
+the tokens are those of plain decoding at the verify width (they must be), at width 1 (bf16 rounding may part them) and
+of eager steps, how far the draft's fused pass is from its own modules, and what reading a prompt takes by its length.
+Prints JSON lines. `--random` in place of target, draft and prompts: SmolLM2-135M's shapes, whose tokens mean nothing.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from device_timing import profile, say
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.prompts import read_prompts
 from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
@@ -22,8 +24,12 @@ from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingOptions
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
+
+DEVICE = "cuda"
+LENGTHS = (16, 60, 100, 130, 180, 250, 380, 500)
 
 
 @dataclass
@@ -55,13 +61,13 @@ class Speed:
         }
 
 
-def _timed(engine: Engine, prompts: list[list[int]], new: int) -> tuple[list[Generation], Speed]:
-    """Decodes one prompt after the other."""
-    speed, found = Speed(requests=len(prompts)), []
-    for prompt in prompts:
+def _timed(engine: Engine, requests: list[Request]) -> tuple[list[Generation], Speed]:
+    """Decodes one request after the other."""
+    speed, found = Speed(requests=len(requests)), []
+    for request in requests:
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        (answer,) = engine.submit(_request(prompt, new))
+        (answer,) = engine.submit(request)
         while not answer.token_ids:
             engine.step()
         first = time.perf_counter()
@@ -76,71 +82,139 @@ def _timed(engine: Engine, prompts: list[list[int]], new: int) -> tuple[list[Gen
     return found, speed
 
 
-def trained(arguments: argparse.Namespace) -> None:
-    """Tokens a second of a trained draft against plain decoding, over the first prompts of a file."""
+def models(arguments: argparse.Namespace) -> tuple[Target, Draft, list[Request]]:
+    """Target, draft, and what is asked of them, prompt by prompt."""
+    if arguments.random:
+        prompts = [[1 + i] * (60 + 13 * i % 150) for i in range(arguments.limit)]
+        return *_random_models(), [_request([prompt], arguments.new) for prompt in prompts]
     fuse = "auto" if arguments.fuse else "off"
-    target = Target.load(arguments.target, dtype="bfloat16", device="cuda", fuse=fuse)
-    draft = Draft.load(arguments.draft, dtype="bfloat16", device="cuda").eval()
-    prompts = []
+    target = Target.load(arguments.target, dtype="bfloat16", device=DEVICE, fuse=fuse)
+    draft = Draft.load(arguments.draft, dtype="bfloat16", device=DEVICE).eval()
+    stop, requests = target.tokenizer.eos_token_id, []
     for asked in read_prompts(arguments.prompts)[: arguments.limit]:
         turn = [{"role": "user", "content": asked.turns[0]}]
         ids = target.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        prompts.append([int(token) for token in ids])
-    longest = max(len(prompt) for prompt in prompts) + arguments.new
-    size = dict(slots=1, max_length=longest, context_bucket=longest + 64)  # one graph holds every step
-    speculative = Engine(target, draft, EngineOptions(**size))
-    width = speculative.stepper.width
-    engines = {
-        "plain": Engine(target, None, EngineOptions(**size)),
-        "speculative": speculative,
-        "plain at the verify width": Engine(target, None, EngineOptions(**size, verify_width=width)),
-        "speculative, eager": Engine(target, draft, EngineOptions(**size, graphs="off")),
-    }
-    found: dict[str, list[Generation]] = {}
-    speeds: dict[str, Speed] = {}
-    for name, engine in engines.items():
-        eager = "eager" in name
-        some = prompts[: max(1, arguments.limit // 8)] if eager else prompts
-        for prompt in some:  # kernels of every width of prompt
-            engine.decode(_request(prompt, 4))
-        if not eager:
-            for prompt in (min(prompts, key=len), max(prompts, key=len)):  # captures
-                engine.decode(_request(prompt, arguments.new))
-        before = engine.preparations
-        found[name], speeds[name] = _timed(engine, some, arguments.new)
-        say(part="timed", engine=name, captured_meanwhile=engine.preparations != before, **speeds[name].figures())
-    lengths = [length for row in found["speculative"] for length in row.accept_lengths]
+        requests.append(_request([[int(token) for token in ids]], arguments.new, (stop,)))
+    return target, draft, requests
 
-    def same(first: str, second: str) -> float:
-        pairs = zip(found[first], found[second], strict=False)
-        return statistics.mean(a.token_ids == b.token_ids for a, b in pairs)
 
+def _random_models() -> tuple[Target, Draft]:
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, rope_theta=1e5, tie_word_embeddings=True,
+    )  # fmt: skip
+    fields = {
+        "architecture": "dflash", "hidden_size": 576, "num_hidden_layers": 5, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152,
+        "max_position_embeddings": 8192, "rope": {"rope_theta": 1e5}, "layer_types": ("full_attention",) * 5,
+        "dtype": "bfloat16", "block_size": 16, "mask_token_id": 16, "target_layer_ids": (1, 8, 14, 20, 27),
+        "num_target_layers": 30,
+    }  # fmt: skip
+    draft = Draft(DraftConfig.parse(fields))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
+    target = Target.from_model(LlamaForCausalLM(config).to(torch.bfloat16).to(DEVICE))
+    target.fuse()
+    return target, draft.to(torch.bfloat16).to(DEVICE).eval()
+
+
+def measured(
+    name: str, engine: Engine, requests: list[Request], *, eager_prompts: bool = False
+) -> tuple[list[Generation], Speed]:
+    """Decodes all prompts once everything is prepared, and says how fast that was."""
+    longest = max(requests, key=lambda request: len(request.prompts[0]))
+    engine.decode(longest)
+    if eager_prompts:
+        engine._prompt_graphs = None  # as if there were none; the widths stay
+    for _ in range(2):
+        for request in requests:
+            engine.decode(replace(request, max_new_tokens=4))
+    before = engine.preparations
+    found, speed = _timed(engine, requests)
+    say(part="timed", engine=name, captured_meanwhile=engine.preparations != before, **speed.figures())
+    return found, speed
+
+
+def trained(arguments: argparse.Namespace) -> None:
+    """Tokens a second of a trained draft against plain decoding, over the first prompts of a file."""
+    target, draft, requests = models(arguments)
+    few = requests[: max(1, len(requests) // 4)]
+    longest = max(len(request.prompts[0]) for request in requests) + arguments.new
+    # One graph holds every step, and prompts have room for their padding.
+    size = dict(slots=1, max_length=longest + 64, context_bucket=longest + 128)
+
+    def engine(drafted: bool, **options: object) -> Engine:
+        return Engine(target, draft if drafted else None, EngineOptions.model_validate({**size, **options}))
+
+    speculative, plain = engine(True), engine(False)
+    with_draft, speed = measured("speculative", speculative, requests)
+    alone, plain_speed = measured("plain", plain, requests)
+    lengths = [length for row in with_draft for length in row.accept_lengths]
     say(
-        part="trained", prompts=len(prompts), new_tokens=arguments.new,
+        part="trained", prompts=len(requests), new_tokens=arguments.new,
         accept_length=round(statistics.mean(lengths), 3),
-        speculative_over_plain=round(speeds["speculative"].whole / speeds["plain"].whole, 3),
-        speculative_over_plain_without_prefill=round(speeds["speculative"].decoding / speeds["plain"].decoding, 3),
-        same_as_plain_at_the_verify_width=same("speculative", "plain at the verify width"),
-        same_as_plain=same("speculative", "plain"), same_as_eager=same("speculative", "speculative, eager"),
+        speculative_over_plain=round(speed.whole / plain_speed.whole, 3),
+        speculative_over_plain_without_prefill=round(speed.decoding / plain_speed.decoding, 3),
         draft_layers=draft.config.num_hidden_layers, block_size=draft.config.block_size, fused=target.fused,
+    )  # fmt: skip
+    bare, bare_speed = measured("speculative, eager prompts", engine(True), few, eager_prompts=True)
+    _, bare_plain = measured("plain, eager prompts", engine(False), few, eager_prompts=True)
+    say(part="eager prompts", speculative_over_plain=round(bare_speed.whole / bare_plain.whole, 3))
+    width = speculative.stepper.width
+    at_width, _ = measured("plain at the verify width", engine(False, verify_width=width), requests)
+    eager, _ = measured("speculative, eager", engine(True, graphs="off"), few[:2])
+    say(
+        part="equal", as_plain_at_the_verify_width=_same(with_draft, at_width), as_plain=_same(with_draft, alone),
+        as_eager=_same(with_draft, eager), as_eager_prompts=_same(with_draft, bare),
         fused_draft_relative_difference=round(_draft_difference(target, draft), 5),
     )  # fmt: skip
-    for name in ("plain", "speculative"):
-        engine = engines[name]
-        engine.submit(_request(prompts[0], arguments.new))
+    prompts_alone(target, draft)
+    for name, measured_engine in (("plain", plain), ("speculative", speculative)):
+        measured_engine.submit(requests[0])
         for _ in range(4):
-            engine.step()
-        idle, table = profile(engine.step, 20, arguments.kernels)
+            measured_engine.step()
+        idle, table = profile(measured_engine.step, 20, arguments.kernels)
         say(part=f"trained profile, {name}", idle=round(idle, 4))
         print(table, flush=True)
+
+
+def prompts_alone(target: Target, draft: Draft) -> None:
+    """Milliseconds from a request to its first token, by the prompts' length, with and without graphs."""
+    for rows in (1, 4):
+        engine = Engine(target, draft, EngineOptions(slots=rows, max_length=1024))
+        engine.decode(_request([[1]] * rows, 1))
+        held = engine._prompt_graphs
+        for length in LENGTHS:
+            asked, found = _request([[1 + row] * length for row in range(rows)], 1), {}
+            for name, graphs in (("graphs", held), ("eager", None)):
+                engine._prompt_graphs = graphs
+                for _ in range(2):
+                    engine.decode(asked)
+                times = []
+                for _ in range(5):
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                    engine.decode(asked)
+                    times.append(time.perf_counter() - begin)
+                found[f"{name}_ms"] = round(statistics.median(times) * 1e3, 3)
+            say(part="prompts", rows=rows, length=length, **found)
+
+
+def _same(first: list[Generation], second: list[Generation]) -> float:
+    """Share of answers with the same tokens."""
+    return statistics.mean(a.token_ids == b.token_ids for a, b in zip(first, second, strict=False))
 
 
 def _draft_difference(target: Target, draft: Draft) -> float:
     """Between the fused pass and the draft's own modules, on random features of 300 tokens."""
     width = len(draft.config.target_layer_ids) * target.hidden_size
-    taps = torch.randn(1, 300, width, device="cuda", dtype=draft.dtype)
-    start = torch.tensor([300], device="cuda")
-    embeddings = target.ends.embedding_rows(torch.arange(100, 100 + draft.config.block_size, device="cuda")[None])
+    taps = torch.randn(1, 300, width, device=DEVICE, dtype=draft.dtype)
+    start = torch.tensor([300], device=DEVICE)
+    embeddings = target.ends.embedding_rows(torch.arange(100, 100 + draft.config.block_size, device=DEVICE)[None])
     states = []
     with torch.no_grad():
         for blocks in (DenseBlocks(draft), FusedBlocks(draft)):
@@ -151,20 +225,24 @@ def _draft_difference(target: Target, draft: Draft) -> float:
     return float((states[0] - states[1]).norm() / states[0].norm())
 
 
-def _request(prompt: list[int], new: int) -> Request:
-    return Request.of([prompt], max_new_tokens=new, sampling=SamplingOptions(), seed=0)
+def _request(prompts: list[list[int]], new: int, stop: tuple[int, ...] = ()) -> Request:
+    return Request.of(prompts, max_new_tokens=new, sampling=SamplingOptions(), seed=0, stop_token_ids=stop)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="directory, hub id or GGUF file")
-    parser.add_argument("--draft", required=True, help="directory of the draft")
-    parser.add_argument("--prompts", required=True, help="JSONL of prompts")
+    parser.add_argument("--target", help="directory, hub id or GGUF file")
+    parser.add_argument("--draft", help="directory of the draft")
+    parser.add_argument("--prompts", help="JSONL of prompts")
+    parser.add_argument("--random", action="store_true", help="SmolLM2's shapes with random weights, and no files")
     parser.add_argument("--limit", type=int, default=24, help="prompts")
-    parser.add_argument("--new", type=int, default=200, help="new tokens a prompt")
+    parser.add_argument("--new", type=int, default=200, help="new tokens a prompt, at most")
     parser.add_argument("--kernels", type=int, default=12, help="kernels of a profile to print")
     parser.add_argument("--no-fuse", dest="fuse", action="store_false", help="the target's own modules")
-    trained(parser.parse_args())
+    arguments = parser.parse_args()
+    if not arguments.random and None in (arguments.target, arguments.draft, arguments.prompts):
+        parser.error("--target, --draft and --prompts belong together; without them, --random")
+    trained(arguments)
     return 0
 
 
