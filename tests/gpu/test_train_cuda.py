@@ -13,13 +13,14 @@ from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.drafts.draft import Draft
 from draftsmith.training.batches import BlockSampler, Forward
 from draftsmith.training.forward import DraftLoss, share_done
+from draftsmith.training.graphs import StepGraphs
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
 from draftsmith.training.record import find_checkpoint
 from draftsmith.training.run import train
 from draftsmith.training.source import StoreSource
 from draftsmith.training.update import Updater
-from tests.training.counting import BASE, MASK, QUIET, counting_store, counting_target, options, section
+from tests.training.counting import BASE, MASK, QUIET, counting_store, counting_target, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,10 +35,15 @@ def store(tmp_path_factory, target):
     return counting_store(tmp_path_factory.mktemp("features"), target)
 
 
-def run(target, store, run_dir, **fields):
+def section_of(name="dflash"):
+    head = {"domino": {"gru_hidden_dim": 12, "emb_dim": 10}, "dspark": {"markov_rank": 6}}
+    return algorithm(name).section(**{**BASE, "algorithm": name, "head_dim": 16, **head.get(name, {})})
+
+
+def run(target, store, run_dir, name="dflash", **fields):
     chosen = options(device="cuda", data_workers=2, **fields)
     train(
-        draft_section=section(head_dim=16),
+        draft_section=section_of(name),
         target=target,
         ends=target.ends,
         store=store,
@@ -75,23 +81,59 @@ def test_a_resumed_run_goes_on(target, store, tmp_path):
     assert [entry["loss"] for entry in resumed] == pytest.approx([entry["loss"] for entry in straight], rel=1e-3)
 
 
-def test_replayed_steps_are_the_eager_ones(target, store, tmp_path):
-    """Batches of several shapes come up more than once, so that some steps are captured and some replayed."""
-    fields = {"max_steps": 40, "rows_per_step": 2, "rows_per_forward": 2, "num_anchors": 8, "compile": False}
+@pytest.mark.parametrize(("name", "compiled"), [("dflash", False), ("dflash", True), ("domino", False)])
+def test_replayed_steps_are_the_eager_ones(target, store, tmp_path, name, compiled):
+    """Batches of several shapes come up more than once, so that some steps are captured and some replayed. Domino's
+    objective is another one at every step."""
+    fields = {"max_steps": 40, "rows_per_step": 2, "rows_per_forward": 2, "num_anchors": 8, "compile": compiled}
+    metrics = ["loss", "accept_length", "grad_norm", *(["lambda", "base_loss"] if name == "domino" else [])]
     eager, replayed = (
-        [(entry["loss"], entry["accept_length"], entry["grad_norm"]) for entry in found]
-        for found in (run(target, store, tmp_path / str(on), graphs=on, **fields) for on in (False, True))
+        [[entry[metric] for metric in metrics] for entry in found]
+        for found in (run(target, store, tmp_path / str(on), name, graphs=on, **fields) for on in (False, True))
     )
     assert len(eager) == len(replayed) == 40
-    for one, other in zip(eager, replayed, strict=True):
-        assert other == pytest.approx(one, rel=2e-3)
+    for step, (one, other) in enumerate(zip(eager, replayed, strict=True)):
+        assert other == pytest.approx(one, rel=2e-3), step
+    if name == "domino":
+        shares = [entry[metrics.index("lambda")] for entry in replayed]
+        assert shares == pytest.approx([1 - step / 40 for step in range(40)], rel=1e-6)
+
+
+def test_one_graph_serves_every_place_in_the_run(target, store, tmp_path):
+    """The same batch, replayed at other shares of the run, has the gradients that its eager step has there."""
+    chosen = section_of("domino")
+    method, config = algorithm("domino"), draft_config(chosen, target)
+    source = StoreSource(store, tuple(method.capture(config).widths))
+    sampler = BlockSampler(source, method.block_layout(config), MASK, 48, 8, seed=1, visible_slots=None)
+    batch = sampler.micro_batch(Forward([[2, 5], [3]]), epoch=0).to(torch.device("cuda"))
+    loss = DraftLoss(
+        Draft.from_config(config).cuda(),
+        copy.deepcopy(target.ends).to("cuda"),
+        method.objective(config, chosen),
+        attention=AttentionBackend.DENSE,
+        autocast=None,
+    ).train()
+    parameters = list(loss.parameters())
+    graphs = StepGraphs(loss, parameters)
+    norms = []
+    for number in (0, 3, 6, 9):  # the second is captured
+        progress = share_done(number, 10, torch.device("cuda"))
+        results = []
+        for way in (graphs.run, graphs._eagerly):
+            for parameter in parameters:
+                parameter.grad = None
+            numerator, _, metrics = way(batch, progress)
+            # Copies: a replay writes where the one before it wrote.
+            results.append([numerator.clone(), metrics["lambda"][0].clone(), *(p.grad.clone() for p in parameters)])
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-4)
+        norms.append(float(results[0][-1].norm()))
+    assert norms[1] < 0.8 * norms[2] < 0.8 * norms[3]  # W2's gradient grows as lambda falls: 0.3, 0.6, 0.9
 
 
 @pytest.mark.parametrize("name", ["dflash", "domino", "dspark"])
 def test_a_step_never_waits_for_the_device(target, tmp_path, name):
-    head = {"domino": {"gru_hidden_dim": 12, "emb_dim": 10}, "dspark": {"markov_rank": 6}}
-    method = algorithm(name)
-    chosen = method.section(**{**BASE, "algorithm": name, "head_dim": 16, **head.get(name, {})})
+    method, chosen = algorithm(name), section_of(name)
     config = draft_config(chosen, target)
     store = counting_store(tmp_path, target, final_state=method.capture(config).final_state)
     source = StoreSource(store, store.features)

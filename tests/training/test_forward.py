@@ -34,7 +34,8 @@ def test_the_objective_gets_what_the_draft_makes_of_the_targets_rows(tmp_path):
     draft = tiny_draft(target, block_size=4, mask_token_id=MASK, target_layer_ids=TAP_IDS, input_embedding_scale=2.5)
     batch = batch_of(counting_store(tmp_path, target, documents=6), draft)
     recorder = Recorder()
-    DraftLoss(draft, target.ends, recorder, attention=AttentionBackend.DENSE, autocast=None)(batch, share_done(1, 4, draft.device))
+    loss = DraftLoss(draft, target.ends, recorder, attention=AttentionBackend.DENSE, autocast=None)
+    loss(batch, share_done(1, 4, draft.device))
 
     packed, blocks = batch.packed, batch.blocks
     context = draft.context_keys_values(packed.features[TAPS], packed.positions)

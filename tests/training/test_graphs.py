@@ -1,22 +1,35 @@
 """Steps as CUDA graphs: what can be said without a GPU. Replays themselves: `tests/gpu/test_train_cuda.py`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
+from torch import Tensor
 
+from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.layout import BlockKind, BlockLayout
+from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.packing import collate
+from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS
-from draftsmith.training.batches import MicroBatch
+from draftsmith.recipe import parse_recipe
+from draftsmith.targets.target import Target
+from draftsmith.training.batches import BlockSampler, Forward, MicroBatch
 from draftsmith.training.flops import Work
-from draftsmith.training.graphs import _tensors, _with_tensors, rounded_labels
+from draftsmith.training.forward import DraftLoss, share_done
+from draftsmith.training.graphs import Outcome, StepGraphs, _tensors, _with_tensors, rounded_labels
+from draftsmith.training.options import TrainOptions, check_replayable
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from tests.blocks.packed import anchors_of, blocks_of
-from tests.training.counting import QUIET, counting_store, counting_target, identity_of, options, section
+from tests.training.counting import BASE, MASK, QUIET, counting_store, counting_target, identity_of, options, section
+from tests.training.recording import graphs_on_the_cpu
 
 
 def micro_batch(seed: int) -> MicroBatch:
@@ -58,26 +71,99 @@ def test_a_batch_takes_the_tensors_of_another_in_their_order():
     assert not torch.equal(first.packed.input_ids, second.packed.input_ids)
 
 
-def test_which_objectives_do_the_same_work_at_every_step():
-    sections = {name: algorithm(name).section for name in ("dflash", "domino", "dspark")}
-    assert algorithm("dflash").replayable(sections["dflash"]())
-    assert not algorithm("dflash").replayable(sections["dflash"](objective={"negatives": 64}))
-    assert not algorithm("domino").replayable(sections["domino"]())
-    assert algorithm("domino").replayable(sections["domino"](objective={"lambda_start": 0.0}))
-    assert algorithm("dspark").replayable(sections["dspark"]())
+def test_what_cannot_be_replayed_is_refused_with_the_recipe():
+    sections = {name: algorithm(name).section for name in ("dflash", "domino")}
+    on = TrainOptions(graphs=True)
+    check_replayable(sections["domino"](), on)
+    check_replayable(sections["dflash"](), on)
+    check_replayable(sections["dflash"](objective={"negatives": 64}), TrainOptions())
+    with pytest.raises(DraftsmithError, match=r"negatives.*switch train.graphs off"):
+        check_replayable(sections["dflash"](objective={"negatives": 64}), on)
+    fields = {"run": "r", "target": {"path": "t"}, "train": {"graphs": True}}
+    with pytest.raises(DraftsmithError, match=r"(?s)train is .*negatives"):
+        parse_recipe({**fields, "draft": {"algorithm": "dflash", "objective": {"negatives": 64}}})
+    with pytest.raises(ValidationError, match="rows_per_step 2 and rows_per_forward 1"):
+        TrainOptions(graphs=True, rows_per_step=2, rows_per_forward=1)
+    with pytest.raises(ValidationError, match="device 'cpu'"):
+        TrainOptions(graphs=True, device="cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
 def test_graphs_where_there_can_be_none_are_refused(tmp_path):
     target = counting_target()
-    with pytest.raises(DraftsmithError, match=r"the device is cpu.*; a step is 2 forwards.*: switch train.graphs off"):
+    with pytest.raises(DraftsmithError, match=r"the device is cpu.*: switch train.graphs off"):
         train(
             draft_section=section(),
             target=target,
             ends=target.ends,
             store=counting_store(tmp_path / "store", target),
             run_dir=tmp_path / "run",
-            options=options(graphs=True, rows_per_step=2, rows_per_forward=1),
+            options=options(graphs=True, device="auto", rows_per_forward=2),
             track=QUIET,
             target_identity=identity_of(target),
         )
     assert not (tmp_path / "run").exists()
+
+
+class StepByStep:
+    """A draft of one method, batches of one shape, and what a way of running them makes of every batch."""
+
+    def __init__(self, store: Store, target: Target, name: str) -> None:
+        head = {"domino": {"gru_hidden_dim": 12, "emb_dim": 10}, "dspark": {"markov_rank": 6}}
+        method = algorithm(name)
+        chosen = method.section(**{**BASE, "algorithm": name, **head.get(name, {})})
+        config = draft_config(chosen, target)
+        torch.manual_seed(3)
+        draft, objective = Draft.from_config(config).train(), method.objective(config, chosen)
+        self.loss = DraftLoss(draft, target.ends, objective, attention=AttentionBackend.DENSE, autocast=None)
+        self.parameters = list(draft.parameters())
+        source = StoreSource(store, tuple(method.capture(config).widths))
+        sampler = BlockSampler(source, method.block_layout(config), MASK, 48, 7, seed=1, visible_slots=None)
+        self.batches = [sampler.micro_batch(Forward([[2, 5], [3]]), epoch=epoch) for epoch in range(5)]
+
+    def results(self, way: Callable[[MicroBatch, Tensor], Outcome]) -> list[list[Tensor]]:
+        """Numerator, denominator, metrics and gradients of each batch, at five places of the run."""
+        found = []
+        for number, batch in enumerate(self.batches):
+            numerator, denominator, metrics = way(batch, share_done(number, len(self.batches), torch.device("cpu")))
+            pairs = [tensor for name in sorted(metrics) for tensor in metrics[name]]
+            gradients = [parameter.grad for parameter in self.parameters]
+            found.append([tensor.detach().clone() for tensor in (numerator, denominator, *pairs, *gradients)])
+            for parameter in self.parameters:
+                parameter.grad = None
+        return found
+
+    def eagerly(self, batch: MicroBatch, progress: Tensor) -> Outcome:
+        numerator, denominator, metrics = self.loss(batch, progress)
+        numerator.backward()
+        return numerator, denominator, metrics
+
+
+@pytest.mark.parametrize("name", ["dflash", "domino", "dspark"])
+def test_replays_follow_the_batch_and_the_place_in_the_run(tmp_path, monkeypatch, name):
+    target = counting_target()
+    steps = StepByStep(counting_store(tmp_path, target, documents=6, final_state=True), target, name)
+    wanted = steps.results(steps.eagerly)
+    made = graphs_on_the_cpu(monkeypatch)
+    found = steps.results(StepGraphs(steps.loss, steps.parameters).run)
+    assert len(made) == 1
+    for step, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=lambda m, step=step: f"step {step}: {m}")
+
+
+def test_a_share_that_the_host_froze_is_seen(tmp_path, monkeypatch):
+    """Mutated: the objective is told the number of the step that was captured."""
+    target = counting_target()
+    steps = StepByStep(counting_store(tmp_path, target, documents=6), target, "domino")
+    wanted = steps.results(steps.eagerly)
+    graphs_on_the_cpu(monkeypatch)
+
+    def frozen(batch: MicroBatch, progress: Tensor) -> Outcome:
+        return steps.loss(batch, torch.full((), progress.item(), dtype=torch.float64))
+
+    found = steps.results(StepGraphs(frozen, steps.parameters).run)
+    # The gradient of the correction's output matrix, the last, grows as lambda falls: by 0.2 from step to step.
+    norms = [(float(one[-1].norm()), float(other[-1].norm())) for one, other in zip(wanted, found, strict=True)]
+    assert norms[1][1] == pytest.approx(norms[1][0], rel=1e-4)
+    assert all(frozen < 0.8 * true for true, frozen in norms[2:])
