@@ -2,8 +2,9 @@
 
     python benchmarks/rollout_gpu.py [--parts floor rollouts steps million] [--out results.jsonl]
 
-Weights are random. Base logits have a standard deviation of 3 and one token at 24 or so, as language models have; the
-correction's standard deviation over the vocabulary is `--spreads`. Every rollout is captured in a CUDA graph and
+Weights are random. Base logits have a standard deviation of 3 and one token at 24 or so, as language models have, or at
+12 to 26 for heads of the kind `trained`; `--heads` names kinds of W2 (`make_output_weight`), each with the correction's
+standard deviation over the vocabulary. Every rollout is captured in a CUDA graph and
 replayed, with the caches flushed in between; times are medians and include the product that gives the base logits. The
 floor is the bytes that have to be read, at the bandwidth that a plain read reaches: the output head once, W2 once a
 step (not at all when pruned), the other weights, which fit in the cache, once. One JSON line a measurement.
@@ -27,8 +28,8 @@ from draftsmith.decoding.sampling import RowSampling, SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.kernels.keys import key_ids
-from draftsmith.kernels.low_rank_argmax import low_rank_argmax, new_keys
-from draftsmith.kernels.low_rank_pruning import leaders, pruned_low_rank_argmax, row_bounds
+from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_scores, new_keys
+from draftsmith.kernels.low_rank_pruning import leaders, pruned_low_rank_argmax, row_bounds, upper_bounds
 from draftsmith.targets.ends import TargetEnds
 
 VOCAB, HIDDEN = 151936, 4096
@@ -82,17 +83,44 @@ def output_weight(draft: Draft) -> Tensor:
     return head.output_weight if hasattr(head, "output_weight") else head.markov_head.markov_w2.weight
 
 
-def set_spread(draft: Draft, spread: float) -> None:
-    """Sizes W2 so that the correction has this standard deviation over the vocabulary, for latents as they come."""
+def sample_latents(draft: Draft) -> Tensor:
+    """Latents [64, E] as they come."""
     head: Any = draft.head
-    weight = output_weight(draft)
     if hasattr(head, "markov_head"):
-        latent_norm = head.markov_head.markov_w1.weight.float().norm(dim=-1).mean()
-    else:  # SiLU of W1 [h; s] with |h| as in `make_hidden` and states below 1
-        hidden = make_hidden(make_head_rows(), 64, 1)[:, 0]
-        rows = head.embed_proj[0].weight[:, :HIDDEN]
-        latent_norm = torch.nn.functional.silu(hidden @ rows.T).float().norm(dim=-1).mean()
-    weight.data.copy_(torch.randn_like(weight) * (spread / latent_norm))
+        return head.markov_head.markov_w1.weight[:64].float()
+    hidden = make_hidden(make_head_rows(), 64, 1)[:, 0]  # SiLU of W1 [h; s], with states below 1
+    return torch.nn.functional.silu(hidden @ head.embed_proj[0].weight[:, :HIDDEN].T).float()
+
+
+def make_output_weight(kind: str, latents: Tensor, spread: float) -> Tensor:
+    """W2 [V, E] whose corrections have this standard deviation over the vocabulary.
+
+    `random`: all directions alike. `trained`: as counted on a trained Domino head (`pruning_shares.py`), nine tenths of
+    it lie along one direction that all rows share, and the rest falls off so that what is beside the 16 strongest
+    directions allows a row four times the correction's standard deviation.
+    """
+    rank = latents.shape[1]
+    weight = torch.randn(VOCAB, rank, device=DEVICE)
+    if kind == "trained":
+        shared = latents.mean(0, keepdim=True)
+        directions = torch.linalg.qr(torch.cat((shared, torch.randn(rank - 1, rank, device=DEVICE))).T).Q.T
+        sizes = torch.arange(1, rank, device=DEVICE) ** -0.9
+        weight[:, 1:] *= sizes
+        weight[:, 0] = 3 * sizes.norm()
+        weight = weight @ directions
+    return (weight * (spread / (latents @ weight.T).std(-1).mean())).to(DTYPE)
+
+
+def set_output_weight(draft: Draft, kind: str, spread: float) -> None:
+    with torch.no_grad():
+        output_weight(draft).copy_(make_output_weight(kind, sample_latents(draft), spread))
+
+
+def make_tops(kind: str, batch: int, slots: int) -> Tensor:
+    """The largest base logit over the mean, for every slot."""
+    return (
+        12 + 14 * torch.rand(batch, slots, 1, device=DEVICE) if kind == "trained" else torch.tensor(24.0, device=DEVICE)
+    )
 
 
 _HEAD_ROWS: list[Tensor] = []
@@ -103,8 +131,9 @@ def make_head_rows() -> Tensor:
     return _HEAD_ROWS[0]
 
 
-def make_hidden(head: Tensor, batch: int, slots: int, top: float = 24.0) -> Tensor:
-    """States [batch, slots, H] whose logits have standard deviation 3 and, for one token a slot, `top` on average."""
+def make_hidden(head: Tensor, batch: int, slots: int, top: float | Tensor = 24.0) -> Tensor:
+    """States [batch, slots, H] whose logits have standard deviation 3 and, for one token a slot, `top` on average: one
+    number, or one a slot [batch, slots, 1]."""
     chosen = torch.randint(len(head), (batch, slots), device=DEVICE)
     rows = head[chosen].float()  # [batch, slots, H]
     squared = rows.square().sum(-1, keepdim=True)
@@ -172,9 +201,9 @@ def floor_ms(draft: Draft, proposals: int, variant: dict[str, Any]) -> float:
 
 
 def rollouts(
-    batches: list[int], spreads: list[float], names: list[str], repeats: int, temperatures: list[float]
+    heads: list[tuple[str, float]], batches: list[int], names: list[str], repeats: int, temperatures: list[float]
 ) -> Iterator[dict[str, Any]]:
-    """Whole rollouts, and what they agree on."""
+    """Whole rollouts, and what they agree on; heads: kinds and spreads."""
     ends = make_ends()
     _HEAD_ROWS[:] = [ends.head_weight]
     for name in names:
@@ -185,18 +214,21 @@ def rollouts(
         variants.append({"rollout": "pruned", "strong_directions": True})
         if name == "domino":
             variants += [{**variant, "token_table": True} for variant in variants[1:]]
-        for spread, batch in itertools.product(spreads, batches):
-            set_spread(draft, spread)
-            hidden = make_hidden(ends.head_weight, batch, draft.config.block_size)
+        for (kind, spread), batch in itertools.product(heads, batches):
+            set_output_weight(draft, kind, spread)
+            hidden = make_hidden(
+                ends.head_weight, batch, draft.config.block_size, make_tops(kind, batch, draft.config.block_size)
+            )
             anchors = torch.randint(VOCAB, (batch,), device=DEVICE)
             slots = hidden[:, -proposals:].contiguous()
             base = median_ms(lambda: draft.logits(slots, ends), repeats)  # noqa: B023
             yield {"part": "base product", "method": name, "batch": batch, "ms": base}
             greedy = draft.logits(slots, ends).argmax(-1)
             for temperature, variant in itertools.product(temperatures, variants):
-                # How far the correction spreads changes the time of pruned rollouts only, which are greedy.
+                # How far the correction spreads changes the time of pruned rollouts only, which are greedy, and of
+                # guesses, which it makes wrong.
                 pruned = variant["rollout"] == "pruned"
-                if (pruned and temperature) or (spread != spreads[0] and not pruned):
+                if (pruned and temperature) or (variant["rollout"] == "plain" and (kind, spread) != heads[0]):
                     continue
                 proposer = method.proposer(draft, ends, **variant)
                 plain = method.proposer(draft, ends, rollout="plain")
@@ -207,27 +239,37 @@ def rollouts(
                     ms = median_ms(lambda: proposer.propose(hidden, anchors, sampler), repeats)  # noqa: B023
                 yield {
                     "part": "rollout", "method": name, "batch": batch, **variant, "temperature": temperature,
-                    "spread": spread, "ms": ms, "floor_ms": floor_ms(draft, proposals, variant),
+                    "head": kind, "spread": spread, "ms": ms, "floor_ms": floor_ms(draft, proposals, variant),
                     "equal_to_plain": None if temperature else float((tokens == reference).float().mean()),
                     "changed_by_head": float((tokens != greedy).float().mean()),
                 }  # fmt: skip
 
 
-def steps(batches: list[int], spread: float) -> Iterator[dict[str, Any]]:
-    """The share of rows that pruning reads, by how much the correction spreads."""
+def steps(heads: list[tuple[str, float]], slots: int) -> Iterator[dict[str, Any]]:
+    """The share of rows that each bound leaves, of one row and of eight rows together, by kind and spread."""
     ends = make_ends()
-    for batch in batches:
-        hidden = make_hidden(ends.head_weight, batch, 15)
-        base = hidden @ ends.head_weight.T
-        for size in (spread / 2, spread, 2 * spread, 4 * spread):
-            latent = torch.randn(batch, 256, device=DEVICE, dtype=DTYPE)
-            weight = torch.randn(VOCAB, 256, device=DEVICE, dtype=DTYPE) * (size / 16)
-            few = leaders(base.flatten(0, 1)).unflatten((batch, 15)).of((slice(None), 3))
-            bounds = row_bounds(weight, False)
-            read = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-            keys = new_keys(batch, device=DEVICE)
-            pruned_low_rank_argmax(base[:, 3], weight, latent, keys, bounds=bounds, leaders=few, read=read)
-            yield {"part": "share read", "batch": batch, "spread": size, "share": float(read.float().mean()) / VOCAB}
+    _HEAD_ROWS[:] = [ends.head_weight]
+    draft = make_draft("domino")
+    for kind, spread in heads:
+        latents = sample_latents(draft)
+        weight = make_output_weight(kind, latents, spread)
+        hidden = make_hidden(ends.head_weight, 8, slots, make_tops(kind, 8, slots)).transpose(0, 1)
+        base = hidden @ ends.head_weight.T  # [slots, 8, V]
+        left: dict[str, list[float]] = {"norms": [], "directions": [], "directions, of 8": [], "changed": []}
+        for eight, latent in zip(base, latents.to(DTYPE).split(8), strict=False):
+            scores = low_rank_scores(eight, weight, latent)
+            lower = scores.gather(-1, leaders(eight).firsts.long()).amax(-1, keepdim=True)
+            norms, directions = (
+                upper_bounds(eight, row_bounds(weight, strong), latent) >= lower for strong in (False, True)
+            )
+            left["norms"].append(float(norms.float().mean()))
+            left["directions"].append(float(directions.float().mean()))
+            left["directions, of 8"].append(float(directions.any(0).float().mean()))
+            left["changed"].append(float((scores.argmax(-1) != eight.argmax(-1)).float().mean()))
+        yield {
+            "part": "share left", "head": kind, "spread": spread,
+            **{name: sum(shares) / len(shares) for name, shares in left.items()},
+        }  # fmt: skip
 
 
 def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -274,12 +316,23 @@ def million(steps_wanted: int, seed: int) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
+def head_of(text: str) -> tuple[str, float]:
+    """KIND:SPREAD of the command line."""
+    kind, _, spread = text.partition(":")
+    if kind not in ("random", "trained"):
+        raise argparse.ArgumentTypeError(f"{text!r}: kinds are random and trained")
+    return kind, float(spread)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", default=["floor", "rollouts", "steps", "million"])
     parser.add_argument("--methods", nargs="*", default=list(HEADS))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
-    parser.add_argument("--spreads", nargs="*", type=float, default=[1.0, 0.5])
+    parser.add_argument(
+        "--heads", nargs="*", type=head_of, default=[("random", 1.0), ("random", 0.5), ("trained", 1.3)],
+        metavar="KIND:SPREAD",
+    )  # fmt: skip
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1_000_000)
@@ -290,9 +343,9 @@ def main() -> int:
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "floor": floor,
         "rollouts": lambda: rollouts(
-            arguments.batches, arguments.spreads, arguments.methods, arguments.repeats, arguments.temperatures
+            arguments.heads, arguments.batches, arguments.methods, arguments.repeats, arguments.temperatures
         ),
-        "steps": lambda: steps(arguments.batches, arguments.spreads[0]),
+        "steps": lambda: steps(arguments.heads, slots=8),
         "million": lambda: million(arguments.steps, arguments.seed),
     }
     for part in arguments.parts:

@@ -68,11 +68,11 @@ def _check_rank(weight: Tensor, pruned: bool) -> None:
         raise DraftsmithError(
             f"the head's correction has rank {rank}; kernels take up to {dense.MAX_RANK}: set rollout to 'plain'"
         )
-    widest = pruning.MAX_ROW_BYTES // weight.element_size()
+    widest = pruning.widest_rank(weight.element_size(), weight.device)
     if pruned and rank > widest:
         raise DraftsmithError(
-            f"the head's correction has rank {rank} in {weight.dtype}; rollout 'pruned' takes up to {widest}: set "
-            "rollout to 'dense'"
+            f"the head's correction has rank {rank} in {weight.dtype}; on {weight.device} rollout 'pruned' takes up to "
+            f"{widest}: set rollout to 'dense'"
         )
 
 

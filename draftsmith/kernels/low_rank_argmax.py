@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
-from draftsmith.kernels.limits import stages_that_fit
+from draftsmith.kernels.limits import shared_memory, stages_that_fit
 from draftsmith.kernels.noise import LEAST_TEMPERATURE, Stream
 from draftsmith.kernels.overlap import overlapping
 
@@ -166,10 +166,21 @@ GREEDY_TILING = Tiling()
 FEW_ROWS, FEW_ROWS_TILING = 2, Tiling(stages=2, programs=3)
 """Of greedy searches of up to so many rows; each was slower with the other's."""
 SAMPLING_TILING = Tiling(stages=2, programs=3)
-TILE_ROWS = 64
-"""Rows of a product in bf16 and fp16. One number for all searches: another would take other instructions, whose sums
-round differently, and two searches could disagree on the last bit of a score."""
-FP32_TILE_BYTES = 32768
+MAX_TILE_ROWS, FP32_TILE_BYTES = 64, 32768
+
+
+def tile_rows(rank: int, item: int) -> int:
+    """Rows of W2 in one product, of numbers of `item` bytes. All searches of a matrix take the same: another number would
+    take other instructions, whose sums round differently, and two searches could disagree on the last bit of a score.
+    """
+    if item == 2:
+        return MAX_TILE_ROWS
+    return max(16, min(MAX_TILE_ROWS, FP32_TILE_BYTES // (item * padded_rank(rank))))
+
+
+def padded_rank(rank: int) -> int:
+    """Columns that a tile of W2 has in a kernel."""
+    return max(16, triton.next_power_of_2(rank))
 
 
 def low_rank_argmax(
@@ -239,9 +250,12 @@ def _scan(
     greedy_tiling = FEW_ROWS_TILING if batch <= FEW_ROWS else GREEDY_TILING
     tiling = tiling or (greedy_tiling if sampling is None else SAMPLING_TILING)
     # Noise is made for every column of a tile, so there are no more than needed; products alone come by sixteen.
-    block_b = min(64, max(16 if sampling is None else 1, triton.next_power_of_2(batch)))
-    block_e = max(16, triton.next_power_of_2(rank))
-    block_v = TILE_ROWS if item == 2 else max(16, min(TILE_ROWS, FP32_TILE_BYTES // (item * block_e)))
+    least_columns = 16 if sampling is None else 1
+    block_b = min(64, max(least_columns, triton.next_power_of_2(batch)))
+    block_e, block_v = padded_rank(rank), tile_rows(rank, item)
+    # A tile of the matrix beside the latents of a few rows fits everywhere; of many, with their scores, it does not.
+    while block_b > 16 and (block_v + block_b) * block_e * item + 4 * block_v * block_b > shared_memory(base.device):
+        block_b //= 2
     stages = tiling.stages if block_e * item <= 512 else 2
     stages = stages_that_fit(stages, block_v * block_e * item, base.device, held_bytes=block_e * block_b * item)
     tiles = triton.cdiv(vocab, block_v)

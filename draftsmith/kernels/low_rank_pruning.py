@@ -43,11 +43,14 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
-from draftsmith.kernels.low_rank_argmax import TILE_ROWS, check_operands, low_rank_scores
+from draftsmith.kernels.limits import shared_memory
+from draftsmith.kernels.low_rank_argmax import check_operands, low_rank_scores, padded_rank, tile_rows
 from draftsmith.kernels.overlap import overlapping
 
 GROUP, LEADERS = 512, 4
 """Tokens of a group, and how many of them, the best by base, are always read."""
+SPAN = 1024
+"""Tokens of a program."""
 FIRSTS = 16
 """Rows that give the lower bound L: the best of the groups' best."""
 
@@ -56,8 +59,20 @@ DIRECTIONS = 16
 
 UNDERFLOW = 2.0**-114
 
-MAX_ROW_BYTES = 1024
-"""The longest row of W2 of which the kernel holds two tiles."""
+COLUMNS = 16
+"""Of the latent in a product, all of them one row's; matrix units want several."""
+KEPT_BYTES = 2048
+"""Of shared memory beside a product's: sums over a program's tokens."""
+
+
+def widest_rank(item: int, device: torch.device) -> int:
+    """The widest E, in numbers of `item` bytes, that the kernel holds on this device; 0 where it holds none."""
+    for rank in (512, 256, 128, 64, 32, 16):
+        rows = tile_rows(rank, item)
+        listed = FIRSTS + LEADERS * (SPAN // GROUP)
+        if rows >= listed and (rows + COLUMNS) * rank * item + KEPT_BYTES <= shared_memory(device):
+            return rank
+    return 0
 
 
 def slack(rank: int) -> float:
@@ -226,7 +241,7 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     base_stride, ids_stride, limits_stride, firsts_stride, vocab, rank, groups, first_id, slack, underflow,
     SPAN: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
     GROUP: tl.constexpr, LEADERS: tl.constexpr, FIRSTS: tl.constexpr, DIRECTIONS: tl.constexpr,
-    GATHER: tl.constexpr, REPORT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, GATHER: tl.constexpr, REPORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -267,14 +282,13 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     if GATHER:
         latent_row = key_ids_in_kernel(tl.load(previous_ptr + row))
     latent = tl.load(latent_ptr + latent_row * rank + dims, mask=dim_ok, other=0.0)
-    # Every column of the product is this row's; matrix units want several.
-    columns = tl.broadcast_to(latent[:, None], [BLOCK_E, 16])
+    columns = tl.broadcast_to(latent[:, None], [BLOCK_E, COLUMNS])
     wide = latent.to(tl.float32)
     largest = tl.max(tl.abs(wide), 0)
     scaled = wide / tl.where(largest == 0.0, 1.0, largest)
     length = tl.sqrt(tl.sum(scaled * scaled, 0))
 
-    score = tl.dot(weight, columns, input_precision="ieee") + tl.broadcast_to(some_base[:, None], [TILE, 16])
+    score = tl.dot(weight, columns, input_precision="ieee") + tl.broadcast_to(some_base[:, None], [TILE, COLUMNS])
     score = tl.max(score, 1)
     lower = tl.max(tl.where(is_first, score, float("-inf")), 0)
     key = tl.where(listed, pack_keys_in_kernel(score, some + first_id), -9223372036854775808)
@@ -296,15 +310,15 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
         scratch_ptr += (row * tl.num_programs(0) + part) * SPAN
         tl.store(scratch_ptr + tl.cumsum(kept, 0) - 1, tokens, mask=keep)
         tl.debug_barrier()
-        found = tl.full([TILE, 16], -9223372036854775808, tl.int64)
-        for first in tl.range(0, count, TILE, num_stages=STAGES):
+        found = tl.full([TILE, COLUMNS], -9223372036854775808, tl.int64)
+        for first in tl.range(0, count, TILE, num_stages=1):  # whose rows come from a list that was only just made
             index = first + tl.arange(0, TILE)
             index_ok = index < count
             left = tl.load(scratch_ptr + index, mask=index_ok, other=0)
             offset = left.to(tl.int64)[:, None] * rank + dims[None, :]
             rest = tl.load(weight_ptr + offset, mask=index_ok[:, None] & dim_ok[None, :], other=0.0)
             left_base = tl.load(base_ptr + left, mask=index_ok, other=0.0).to(tl.float32)
-            left_base = tl.broadcast_to(left_base[:, None], [TILE, 16])
+            left_base = tl.broadcast_to(left_base[:, None], [TILE, COLUMNS])
             left_score = tl.dot(rest, columns, input_precision="ieee") + left_base
             left_key = pack_keys_in_kernel(left_score, (left + first_id)[:, None])
             found = tl.maximum(found, tl.where(index_ok[:, None], left_key, -9223372036854775808))
@@ -329,7 +343,6 @@ def pruned_low_rank_argmax(
     read: Tensor | None = None,
     span: int | None = None,
     warps: int = 4,
-    stages: int = 1,
     overlap: bool = True,
 ) -> None:
     """Raises `keys` to the best token's key, as `low_rank_argmax` does, reading only rows of W2 that may win.
@@ -345,7 +358,7 @@ def pruned_low_rank_argmax(
     rank, count = weight.shape[1], bounds.along.shape[-1]
     if count not in (0, DIRECTIONS):
         raise ValueError(f"bounds know {count} directions; allowed: 0 and {DIRECTIONS}")
-    span = span or (1024 if count else 2048)
+    span, tile = span or SPAN, tile_rows(rank, weight.element_size())
     wanted = ((count, rank), (vocab, count), (vocab,), (vocab,))
     for name, shape, given in zip(RowBounds._fields, wanted, bounds, strict=True):
         if given.shape != shape or not given.is_contiguous():
@@ -357,10 +370,11 @@ def pruned_low_rank_argmax(
             raise ValueError(
                 f"{name} of the leaders must be {dtype} [{batch}, {size}], got {given.dtype} {tuple(given.shape)}"
             )
-    if span % GROUP or span // GROUP * LEADERS + FIRSTS > TILE_ROWS:
-        raise ValueError(f"span is {span}; allowed: a multiple of {GROUP} whose leaders fit a tile of {TILE_ROWS}")
-    if rank * weight.element_size() > MAX_ROW_BYTES:
-        raise ValueError(f"rows of {rank} {weight.dtype} are too long; the kernel takes up to {MAX_ROW_BYTES} bytes")
+    widest = widest_rank(weight.element_size(), base.device)
+    if rank > widest:
+        raise ValueError(f"rows of {rank} {weight.dtype} are too long; on this device the kernel takes up to {widest}")
+    if span % GROUP or span // GROUP * LEADERS + FIRSTS > tile:
+        raise ValueError(f"span is {span}; allowed: a multiple of {GROUP} whose leaders fit a tile of {tile}")
     parts = triton.cdiv(vocab, span)
     scratch = torch.empty(batch * parts * span, dtype=torch.int32, device=base.device)
     # Without directions the kernel reads `beside` alone; the other places have to hold something.
@@ -369,8 +383,8 @@ def pruned_low_rank_argmax(
         base, weight, latent, keys if previous is None else previous, keys, *known, *leaders, scratch,
         scratch if read is None else read, base.stride(0), *(part.stride(0) for part in leaders), vocab, rank, groups,
         first_id, slack(rank), UNDERFLOW,
-        SPAN=span, TILE=TILE_ROWS, BLOCK_E=max(16, triton.next_power_of_2(rank)),
+        SPAN=span, TILE=tile, BLOCK_E=padded_rank(rank), COLUMNS=COLUMNS,
         GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS, DIRECTIONS=count,
-        GATHER=previous is not None, REPORT=read is not None, STAGES=stages, num_warps=warps,
+        GATHER=previous is not None, REPORT=read is not None, num_warps=warps,
         **overlapping(base.device, overlap),
     )  # fmt: skip
