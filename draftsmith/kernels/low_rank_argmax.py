@@ -170,8 +170,8 @@ MAX_TILE_ROWS, FP32_TILE_BYTES = 64, 32768
 
 
 def tile_rows(rank: int, item: int) -> int:
-    """Rows of W2 in one product, of numbers of `item` bytes. All searches of a matrix take the same: another number would
-    take other instructions, whose sums round differently, and two searches could disagree on the last bit of a score.
+    """Rows of W2 in one product, of numbers of `item` bytes. All searches of a matrix take the same: another number
+    would take other instructions, whose sums round differently, and two searches could disagree on a score's last bit.
     """
     if item == 2:
         return MAX_TILE_ROWS
