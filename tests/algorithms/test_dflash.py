@@ -132,7 +132,9 @@ def test_the_accept_length_is_that_of_prefixes(target: Target) -> None:
     labels[:, ::2, 0] = (labels[:, ::2, 0] + 1) % VOCAB
     label_mask = blocks.valid.unsqueeze(-1).expand_as(right)
     blocks = replace(blocks, labels=labels, label_mask=label_mask, max_labels=int(label_mask.sum()))
-    terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, blocks, None, torch.zeros(())))
+    terms = method.objective(draft.config, section).terms(
+        draft, target.ends, BlockOutputs(hidden, blocks, None, torch.zeros(()))
+    )
     numerator, count = terms.metrics["accept_length"]
     lengths = torch.where(torch.arange(blocks.valid.shape[1]) % 2 == 0, 1, 5).expand_as(blocks.valid)
     assert numerator.item() == lengths[blocks.valid].sum().item()
@@ -240,7 +242,9 @@ def test_proposals_line_up_with_training_labels(target: Target) -> None:
     proposer = method.proposer(draft, target.ends)
     proposed = proposer.propose(hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), no_sampler).token_ids
     perfect = replace(blocks, labels=proposed.view(blocks.labels.shape))
-    terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, perfect, None, torch.zeros(())))
+    terms = method.objective(draft.config, section).terms(
+        draft, target.ends, BlockOutputs(hidden, perfect, None, torch.zeros(()))
+    )
     assert torch.equal(*terms.metrics["accuracy"])
 
 

@@ -289,7 +289,9 @@ def test_scores_in_decoding_are_those_of_training(target: Target, temperature: f
     assert ((decoded > float("-inf")).sum(-1) == 7).all()
 
     perfect = replace(blocks, labels=path.view(blocks.labels.shape), previous_ids=previous.view(blocks.labels.shape))
-    terms = method.objective(draft.config, section).terms(draft, target.ends, BlockOutputs(hidden, perfect, None, torch.zeros(())))
+    terms = method.objective(draft.config, section).terms(
+        draft, target.ends, BlockOutputs(hidden, perfect, None, torch.zeros(()))
+    )
     own = decoded.log_softmax(-1).gather(-1, path.unsqueeze(-1)).squeeze(-1).view(blocks.labels.shape)
     wanted = (-own * DecayWeighting(gamma=3.0).weights(perfect)).sum()
     torch.testing.assert_close(terms.metrics["selector_loss"][0], wanted)
