@@ -11,7 +11,8 @@ where its run stands and stops after 7 steps, so that three calls in turn, by wh
     train:SHAPE:METHOD[:fsdp]     20 steps on random features: loss of every 5 steps, tokens/s of each process
     resume:SHAPE:METHOD[:fsdp]    8 steps more of one run
     warm:SHAPE:METHOD[:fsdp]      2 steps, so that what follows in this call finds the shape compiled
-    capture                       a target of random weights over random documents: records and tokens/s
+    capture                       a target of random weights over random documents: records and tokens/s; at least four
+                                  of `--documents` a process
     rollout:METHOD[:fp32]         domino's or dspark's blocks and the engine's answers, with a shared vocabulary
     profile:SHAPE:METHOD[:fsdp]   8 steps of training, of which 4 are profiled: the kernels that take longest
     wait:NAME                     until a file of this name stands in the directory; a part that is done leaves one,
@@ -24,6 +25,7 @@ failed.
 """
 
 import argparse
+import copy
 import fcntl
 import gc
 import json
@@ -34,6 +36,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,16 +44,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from device_timing import kernel_table, say
-from transformers import AutoModelForCausalLM
+from device_timing import kernel_table
+from two_gpus_capture import capture_part
 from two_gpus_rollouts import rollout_part
 from two_gpus_shapes import COUNT, RANK, Call, draft_section, first_alone, outline_of
 
-from draftsmith.capture.options import CaptureOptions
-from draftsmith.capture.run import capture
-from draftsmith.data.sample import Sample
-from draftsmith.features.identity import Provenance, target_identity
-from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.draft import Draft
+from draftsmith.features.identity import target_identity
+from draftsmith.features.manifest import StoreHeader
 from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
@@ -58,7 +60,6 @@ from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.launcher import local_rank
 from draftsmith.outline import TargetOutline
 from draftsmith.progress import Stage
-from draftsmith.targets.target import Target
 from draftsmith.training.loop import Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.run import train
@@ -136,6 +137,22 @@ class Profiled(StopAfter):
             self.table = kernel_table(self.trace, self.steps - self.before, 18)
 
 
+@cache
+def drawn(device: str) -> Callable[[DraftConfig], Draft]:
+    """`Draft.from_config` with the seed that every run here has; the numbers of a configuration are drawn once (on one
+    core, 6 s for a billion) and kept on the device."""
+    first: dict[str, Draft] = {}
+    draw = Draft.from_config
+
+    def copied(config: DraftConfig) -> Draft:
+        key = json.dumps(config.to_dict(), sort_keys=True)
+        if key not in first:
+            first[key] = draw(config).to(device)
+        return copy.deepcopy(first[key])
+
+    return copied
+
+
 def training(call: Call, name: str, method_name: str, kind: Any, run_dir: Path, progress: StopAfter | None) -> Any:
     """`draftsmith.training.run.train` on random features; with a progress, it goes on with a run."""
     shape = call.shape(name)
@@ -143,26 +160,27 @@ def training(call: Call, name: str, method_name: str, kind: Any, run_dir: Path, 
     with first_alone() as first:
         if first:
             feature_store(call, name, outline)
-    return train(
-        draft_section=draft_section(call, shape, method_name),
-        target=outline,
-        ends=outline.ends,
-        store=Store.open(call.into / f"features-{name}"),
-        run_dir=run_dir,
-        options=TrainOptions(
-            max_steps=STEPS,
-            tokens_per_row=shape.tokens * shape.documents,
-            rows_per_step=call.rows,
-            num_anchors=shape.anchors,
-            lr=1e-4,
-            eval_share=0,
-            parallel=kind,
-            device="cpu" if call.device == "cpu" else "auto",
-        ),
-        track=TrackOptions(console=False, tensorboard=False, every=WINDOW),
-        resume=progress is not None,
-        progress=progress,
-    )
+    with patch.object(Draft, "from_config", drawn(call.device)):
+        return train(
+            draft_section=draft_section(call, shape, method_name),
+            target=outline,
+            ends=outline.ends,
+            store=Store.open(call.into / f"features-{name}"),
+            run_dir=run_dir,
+            options=TrainOptions(
+                max_steps=STEPS,
+                tokens_per_row=shape.tokens * shape.documents,
+                rows_per_step=call.rows,
+                num_anchors=shape.anchors,
+                lr=1e-4,
+                eval_share=0,
+                parallel=kind,
+                device="cpu" if call.device == "cpu" else "auto",
+            ),
+            track=TrackOptions(console=False, tensorboard=False, every=WINDOW),
+            resume=progress is not None,
+            progress=progress,
+        )
 
 
 def windows(run_dir: Path) -> list[dict[str, Any]]:
@@ -232,63 +250,7 @@ def profile_part(call: Call, name: str, method: str, kind: str = "ddp") -> dict[
     return {}
 
 
-# --- capture --------------------------------------------------------------------------------------------------------
-
-
-def capture_part(call: Call, name: str = "qwen3-8b") -> dict[str, Any]:
-    shape = call.shape(name)
-    device = call.device if call.device == "cpu" else f"cuda:{local_rank()}"
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(shape.text_config(), dtype=torch.bfloat16)
-    target = Target.from_model(model.eval())
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        Sample(
-            f"document-{number:04d}",
-            torch.randint(shape.vocabulary, (shape.tokens,), generator=generator),
-            torch.ones(shape.tokens, dtype=torch.bool),
-        )
-        for number in range(call.documents)
-    ]
-    identity = target_identity("random", None, target.text_config, target.ends.head_weight)
-    options = CaptureOptions(tokens_per_batch=4 * shape.tokens)
-    layout = CaptureLayout(shape.taps, shape.hidden, final_state=True, dtype=STORE_DTYPES[options.dtype])
-    directory, reference = call.into / f"capture-{COUNT}", call.into / "capture-1"
-    if RANK == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        shutil.rmtree(call.into / "warm", ignore_errors=True)
-    # The first forwards load kernels; where there are several processes, they wait for each other here as well.
-    warm = [Sample(f"warm-{n}", sample.input_ids, sample.loss_mask) for n, sample in enumerate(samples[: 4 * COUNT])]
-    capture(target, warm, layout, call.into / "warm", options, Provenance(identity, None))
-    report = capture(target, samples, layout, directory, options, Provenance(identity, None))
-    if RANK != 0:
-        return {}
-    tokens = call.documents * shape.tokens
-    told: dict[str, Any] = {"documents": report.captured, "tokens_s": round(tokens / report.seconds)}
-    told["seconds"] = round(report.seconds, 2)
-    if COUNT == 1:
-        (reference / "rate.txt").write_text(str(told["tokens_s"]))
-    elif (reference / "rate.txt").exists():
-        told["times_alone"] = round(told["tokens_s"] / float((reference / "rate.txt").read_text()), 3)
-        say(**told)  # reading both stores takes longer than the capture
-        told |= records_beside(Store.open(directory), Store.open(reference), device)
-    return told
-
-
-def records_beside(one: Store, other: Store, device: str) -> dict[str, Any]:
-    """Whether two stores hold the same samples, and how many of their records are the same bit for bit."""
-    numbers = {sample_id: number for number, sample_id in enumerate(other.sample_ids)}
-    same_set = sorted(one.sample_ids) == sorted(numbers)
-    equal, largest = 0, 0.0
-    for number, sample_id in enumerate(one.sample_ids):
-        a, b = one[number], other[numbers[sample_id]]
-        differences = [
-            float((a.features[k].to(device).float() - b.features[k].to(device).float()).abs().max()) for k in a.features
-        ]
-        equal += max(differences) == 0 and torch.equal(a.input_ids, b.input_ids)
-        largest = max(largest, *differences)
-    return {"same_set": same_set, "equal_records": equal, "largest_difference": largest}
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
 def wait_part(call: Call, name: str) -> dict[str, Any]:
@@ -312,6 +274,7 @@ def main() -> None:
     arguments.add_argument("parts", nargs="+")
     given = arguments.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("draftsmith.capture").setLevel(logging.INFO)
     device = "cpu" if given.tiny or not torch.cuda.is_available() else "cuda"
     if device == "cuda":
         torch.cuda.set_device(local_rank())
