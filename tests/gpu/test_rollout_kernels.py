@@ -22,6 +22,7 @@ from draftsmith.kernels.low_rank_pruning import (
     leaders_reference,
     pruned_low_rank_argmax,
     row_bounds,
+    widest_rank,
 )
 from draftsmith.kernels.noise import gumbel_noise
 
@@ -64,6 +65,10 @@ def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
     assert torch.equal(keys, backwards)
     few = leaders(base)
     assert all(torch.equal(found, wanted) for found, wanted in zip(few, leaders_reference(base), strict=True))
+    if rank > widest_rank(weight.element_size(), DEVICE):
+        with pytest.raises(ValueError, match="are too long; on this device"):
+            pruned_low_rank_argmax(base, weight, latent, keys, bounds=row_bounds(weight, True), leaders=few)
+        return
     for strong in (False, True):
         pruned, read = new_keys(batch, device=DEVICE), torch.zeros(batch, dtype=torch.int32, device=DEVICE)
         bounds = row_bounds(weight, strong)
