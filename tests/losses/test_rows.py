@@ -1,9 +1,5 @@
 """Losses of rows of logits by hand equal autograd's; the Triton kernels equal the references."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional
@@ -11,6 +7,7 @@ from torch.nn import functional
 from draftsmith.losses import rows
 
 CASES = [(5, 37), (3, 4099)]  # the second takes more than one block of the kernels
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, kernels run in Triton's interpreter
 
 
 def _case(m, width, dtype=torch.float64, seed=0):
@@ -81,10 +78,43 @@ def test_a_row_depends_on_itself_alone_and_ties_go_to_the_lowest_column():
     assert rows.statistics(tied, None, torch.tensor([0, 1]))[2].tolist() == [0, 3]
 
 
-def test_the_kernels_in_the_interpreter():
-    """In a process of its own: Triton decides at import whether it interprets."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.losses.rows_in_interpreter"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("m", "width"), CASES)
+def test_the_kernels_equal_the_references(m, width, dtype):
+    softmax_rows = pytest.importorskip("draftsmith.kernels.softmax_rows")
+    logits, correction, teacher, labels, *weights = (t.to(DEVICE) for t in _case(m, width, torch.float32))
+    logits, correction, teacher = (t.to(dtype) for t in (logits, correction, teacher))
+    for other in (None, correction):
+        wanted = rows.statistics_reference(logits, other, labels)
+        _close(softmax_rows.statistics(logits, other, labels), wanted)
+        teacher_lse, _, _ = rows.statistics_reference(teacher, None, labels)
+        distances = rows.distance_reference(logits, other, teacher, wanted[0], teacher_lse)
+        _close(softmax_rows.distance(logits, other, teacher, wanted[0], teacher_lse), distances)
+        base = (rows.statistics_reference(logits, None, labels)[0], weights[1])
+        taught = (teacher, teacher_lse, distances[1], weights[2])
+        for with_base, with_teacher in ((None, None), (base, None), (None, taught), (base, taught)):
+            arguments = (logits, other, labels, wanted[0], weights[0])
+            options = {"base": with_base, "teacher": with_teacher}
+            one = softmax_rows.gradient(*arguments, **options)
+            two = rows.gradient_reference(*arguments, **options)
+            assert (one[1] is None) == (two[1] is None)
+            _close([t for t in one if t is not None], [t for t in two if t is not None])
+            assert not one[0][1].any()  # the row without a label
+            # Mutated: another label of a row moves that row's gradient and no other's.
+            labels[0] = (labels[0] + 1) % width
+            moved = (softmax_rows.gradient(*arguments, **options)[0] != one[0]).any(-1)
+            labels[0] = (labels[0] - 1) % width
+            assert moved.tolist() == [True] + [False] * (m - 1)
+
+
+def test_ties_go_to_the_lowest_column_across_the_kernels_blocks():
+    softmax_rows = pytest.importorskip("draftsmith.kernels.softmax_rows")
+    tied = torch.zeros(2, 5000, device=DEVICE)
+    tied[1, [4500, 4098]] = 1.0
+    assert softmax_rows.statistics(tied, None, torch.tensor([0, 1], device=DEVICE))[2].tolist() == [0, 4098]
+
+
+def _close(found, wanted):
+    for one, two in zip(found, wanted, strict=True):
+        tolerance = 2e-3 if two.dtype == torch.float16 else 2e-5
+        torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
