@@ -17,12 +17,14 @@ import json
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import combinations
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from train_gpu import FAILURES, SMOLLM2, release
+from train_timing import LOCK, alone
 
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.anchors import sample_anchors
@@ -85,6 +87,7 @@ class Curves:
     ) -> None:
         self.config, self.ends, self.device = config, ends, torch.device(arguments.device)
         self.steps, self.options = arguments.steps, TrainOptions(lr=arguments.lr)
+        until = self.steps if arguments.until is None else arguments.until
         self.method = algorithm("dflash")
         self.section = self.method.section(algorithm="dflash")
         layout = self.method.block_layout(config)
@@ -99,7 +102,7 @@ class Curves:
             anchors = sample_anchors(*places, seed=0, epoch=each * step // len(rows))
             return MicroBatch(packed, build_blocks(*tokens, anchors, layout, config.mask_token_id), Work())
 
-        self.batches = [batch(step) for step in range(self.steps)]
+        self.batches = [batch(step) for step in range(until)]
 
     def draft(self, options: Sequence[str]) -> Draft:
         numbers = {word: int(option.removeprefix(word)) for option in options for word in ("seed", "near")
@@ -154,17 +157,20 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--until", type=int, help="steps after which to stop (all)")
     parser.add_argument("--first", type=int, default=40, help="steps whose losses are printed one by one")
     parser.add_argument("--documents", type=int, default=160)
     parser.add_argument("--tokens-per-row", type=int, default=1200)
     parser.add_argument("--rows-per-step", type=int, default=2)
     parser.add_argument("--anchors", type=int, default=32, help="of a document")
     parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--lock", help="a file, as for train_gpu.py; held while nothing is compiled")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parsed()
+    LOCK.extend([] if arguments.lock is None else [arguments.lock])
     started = time.perf_counter()
     if arguments.target is not None:
         target = Target.load(arguments.target, device=arguments.device, dtype="bfloat16", fuse="off")
@@ -182,7 +188,8 @@ def main() -> None:
     for way in arguments.ways:
         started = time.perf_counter()
         try:
-            found[way] = curves.losses(way)
+            with nullcontext() if "compiled" in way else alone():
+                found[way] = curves.losses(way)
         except FAILURES:
             print(json.dumps({"way": way, "error": traceback.format_exc()[-3000:]}), flush=True)
             continue

@@ -1,14 +1,14 @@
 """Documents a second of packed rows, and of batches padded to their longest document.
 
-    python benchmarks/train_packing.py packed:16:graphs padded:16:graphs whole:16:graphs theirs:16
+    python benchmarks/train_packing.py packed:16:graphs padded:16:graphs theirs:16
 
 A part is `WAY:DOCUMENTS[:OPTION...]`, measured as `train_gpu.py` measures (`--lock FILE` too). Ways:
 
     packed      this trainer on rows of 3,584 tokens, out of an epoch of 1,024 documents packed as training packs them:
                 as many rows as about DOCUMENTS take
     padded      this trainer with a row for every document, as long as the longest; slots without a label go through the
-                layers, not through the output head
-    whole       the same where every slot has a label: what padding costs a trainer that leaves no slot out of the head
+                layers, not through the output head. Beside it, `whole`: the same where every slot has a label, which is
+                what padding costs a trainer that leaves no slot out of the head
     theirs      SpecForge's step on the padded batch (options as in `train_gpu.py`)
 
 Options: `qwen3-8b`, its shapes instead of SmolLM2's; `graphs`; `eager`; `checkpointing`. Lengths are spread like those
@@ -42,13 +42,18 @@ def shape_of(options: Sequence[str], tokens_per_row: int) -> Shape:
     return replace(base, anchors=MOST_ANCHORS, tokens_per_row=tokens_per_row)
 
 
-def ours(rows: list[list[int]], width: int, options: Sequence[str]) -> dict[str, Any]:
-    """A step on rows of documents of these lengths."""
-    shape = shape_of(options, width)
-    step, method, section = our_step(shape, "dflash", options)
-    batch = micro_batch(shape, method, [random_records(shape, row, final_state=False) for row in rows], section)
-    found = {"rows": len(rows), "context": batch.packed.input_ids.numel(), "slots": batch.blocks.input_ids.numel()}
-    return found | {"labels": batch.work.labels} | measured(lambda: step(batch), 12, options)
+class Ours:
+    """This trainer's step, on rows of documents of given lengths."""
+
+    def __init__(self, tokens_per_row: int, options: Sequence[str]) -> None:
+        self.shape, self.options = shape_of(options, tokens_per_row), options
+        self.step, self.method, self.section = our_step(self.shape, "dflash", options)
+
+    def measured(self, rows: list[list[int]]) -> dict[str, Any]:
+        records = [random_records(self.shape, row, final_state=False) for row in rows]
+        batch = micro_batch(self.shape, self.method, records, self.section)
+        found = {"rows": len(rows), "context": batch.packed.input_ids.numel(), "slots": batch.blocks.input_ids.numel()}
+        return found | {"labels": batch.work.labels} | measured(lambda: self.step(batch), 12, self.options)
 
 
 def per_second(found: dict[str, Any], tokens: int, mean: float) -> dict[str, Any]:
@@ -62,19 +67,15 @@ def packed(options: Sequence[str]) -> dict[str, Any]:
     mean = sum(of_epoch) / EPOCH
     count = max(1, round(int(options[0]) * mean / TOKENS_PER_ROW))
     rows = [[of_epoch[i] for i in row] for row in epoch_rows(of_epoch, TOKENS_PER_ROW, seed=0, epoch=0)[:count]]
-    return per_second(ours(rows, TOKENS_PER_ROW, options), sum(map(sum, rows)), mean)
+    return per_second(Ours(TOKENS_PER_ROW, options).measured(rows), sum(map(sum, rows)), mean)
 
 
 def padded(options: Sequence[str]) -> dict[str, Any]:
     documents = lengths(int(options[0]))
-    found = ours([[length] for length in documents], max(documents), options)
-    return per_second(found, sum(documents), sum(documents) / len(documents))
-
-
-def whole(options: Sequence[str]) -> dict[str, Any]:
-    documents = lengths(int(options[0]))
-    found = ours([[max(documents)]] * len(documents), max(documents), options)
-    return per_second(found, sum(documents), sum(documents) / len(documents))
+    width, tokens, mean = max(documents), sum(documents), sum(documents) / len(documents)
+    trainer = Ours(width, options)
+    found = per_second(trainer.measured([[length] for length in documents]), tokens, mean)
+    return found | {"whole": per_second(trainer.measured([[width]] * len(documents)), tokens, mean)}
 
 
 def theirs(options: Sequence[str]) -> dict[str, Any]:
@@ -88,4 +89,4 @@ def theirs(options: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], {"packed": packed, "padded": padded, "whole": whole, "theirs": theirs})
+    main(sys.argv[1:], {"packed": packed, "padded": padded, "theirs": theirs})
