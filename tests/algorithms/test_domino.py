@@ -205,7 +205,13 @@ def test_a_batch_without_a_label_adds_zero(target: Target) -> None:
 )
 def test_the_curriculum(start: float, ratio: float, progress: float, share: float) -> None:
     options = DominoObjectiveOptions(lambda_start=start, lambda_decay_ratio=ratio)
-    assert options.base_share(torch.tensor(progress, dtype=torch.float64)).item() == pytest.approx(share, abs=1e-15)
+    found = options.base_share(torch.tensor(progress, dtype=torch.float64))
+    assert found.item() == start * max(0.0, 1.0 - progress / ratio)
+    assert found.item() == pytest.approx(share)
+    # A scalar on the device weighs rows to the same bits as the host's number does.
+    rows = torch.randn(257, generator=torch.Generator().manual_seed(3))
+    assert torch.equal((1.0 - found) * rows, (1.0 - found.item()) * rows)
+    assert torch.equal(found * rows, found.item() * rows)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
