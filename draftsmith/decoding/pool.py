@@ -1,14 +1,12 @@
 """The slots in which rows are decoded, and all the memory that belongs to them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.cache import ContextCache
-from draftsmith.decoding.state import DecodingState
+from draftsmith.decoding.state import DecodingState, to_device
 from draftsmith.targets.cache import KeyValueCache
 
 
@@ -74,30 +72,10 @@ class SlotPool:
 
     def place(self, begin: int, answers: list[Answer]) -> None:
         """Puts rows into the slots from `begin` on, as they are before prefill: nothing is committed to them yet."""
-        state = self.state
-        end = begin + len(answers)
         for slot, answer in enumerate(answers, begin):
             self.occupants[slot] = answer
             self.prefilling.add(slot)
-        tokens = _padded([answer.prompt for answer in answers])
-        stop_ids = _padded([answer.stop_token_ids for answer in answers])
-        fill(state.tokens[begin:end, : tokens.shape[1]], tokens)
-        fill(state.stop_ids[begin:end, : stop_ids.shape[1]], stop_ids)
-        columns: list[tuple[Tensor, list[float] | list[int]]] = [
-            (state.length, [len(answer.prompt) for answer in answers]),
-            (state.limit, [answer.limit for answer in answers]),
-            (state.seeds, [answer.seed for answer in answers]),
-            (state.stop_count, [len(answer.stop_token_ids) for answer in answers]),
-            (state.temperature, [answer.sampling.fp32_temperature for answer in answers]),
-            (state.top_k, [answer.sampling.top_k for answer in answers]),
-            (state.top_p, [answer.sampling.top_p for answer in answers]),
-        ]
-        for tensor, values in columns:
-            fill(tensor[begin:end], torch.tensor(values, dtype=tensor.dtype))
-        state.read[begin:end].zero_()
-        for flags in (state.stopped, state.invalid_target, state.invalid_draft):
-            flags[begin:end].fill_(False)
-        state.finished[begin:end].fill_(True)
+        self.state.rows(begin, begin + len(answers)).place(answers)
 
     def release(self, slots: list[int]) -> None:
         """Takes rows out. What steps still compute for their slots lies at the very beginning of the caches."""
@@ -117,19 +95,3 @@ class SlotPool:
             tensor[slot].zero_()
         if self.context is not None:
             self.context.storage[:, :, slot].zero_()
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """[len(rows), longest] int64, zeros behind the shorter ones."""
-    longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int64)
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A small host tensor on the device, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
-def fill(target: Tensor, values: Tensor) -> None:
-    """Overwrites a device tensor with values of the host, without waiting for the device."""
-    target.copy_(values.pin_memory() if target.device.type == "cuda" else values, non_blocking=True)

@@ -1,11 +1,13 @@
 """The state of the slots: a few tensors on the device, at fixed addresses, changed in place, with no look from the
 host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.sampling import RowSampling, SamplingBounds
 from draftsmith.kernels import slot_state
 from draftsmith.kernels.slot_state import REPORT_HEADER
@@ -79,6 +81,34 @@ class DecodingState:
         """Each row's sampling options."""
         return RowSampling(self.temperature, self.top_k, self.top_p, bounds)
 
+    def place(self, answers: Sequence[Answer]) -> None:
+        """Puts rows into these slots, as many, as they are before their prompts are read."""
+        packed = slot_state.pack_rows(
+            [(len(a.prompt), a.limit, a.seed, len(a.stop_token_ids), a.sampling.top_k) for a in answers],
+            [answer.sampling.fp32_temperature for answer in answers],
+            [answer.sampling.top_p for answer in answers],
+            [answer.stop_token_ids for answer in answers],
+            [answer.prompt for answer in answers],
+        )
+        slot_state.place_rows(
+            to_device(packed, self.length.device),
+            max(len(answer.stop_token_ids) for answer in answers),
+            tokens=self.tokens,
+            length=self.length,
+            limit=self.limit,
+            finished=self.finished,
+            stopped=self.stopped,
+            read=self.read,
+            seeds=self.seeds,
+            stop_ids=self.stop_ids,
+            stop_count=self.stop_count,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            invalid_target=self.invalid_target,
+            invalid_draft=self.invalid_draft,
+        )
+
     def prompt(self, width: int) -> tuple[Tensor, Tensor]:
         """The next `width` tokens of each prompt: ids and positions, both [slots, width] int64."""
         positions = self.read[:, None] + torch.arange(width, device=self.read.device)
@@ -119,3 +149,8 @@ class DecodingState:
             invalid_draft=self.invalid_draft,
             report=self.report,
         )
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A small host tensor on the device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -6,6 +6,8 @@ they mean is said where they are kept (`draftsmith.decoding.state`). Plain PyTor
 kernels are in `slot_state_triton`, and used on a CUDA device.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,79 @@ REPORT_HEADER = 3
 
 FINISHED, STOPPED, INVALID_TARGET, INVALID_DRAFT = 1, 2, 4, 8
 """Flags of a report, added up."""
+
+PACKED_HEADER = 7
+"""Numbers of a packed row before its stop ids: prompt length, limit, seed, stop ids that count, top_k, temperature and
+top_p."""
+
+
+def pack_rows(
+    numbers: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    top_ps: Sequence[float],
+    stop_ids: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+) -> Tensor:
+    """What `place_rows` reads of rows that come in: [rows, PACKED_HEADER + stops + longest prompt] int64 on the host.
+
+    numbers: the header's first five of each row; temperatures are stored as the bits of fp32, top_ps of fp64. Stop ids
+    and prompts are padded with zeros to the longest.
+    """
+    stops, longest = max(len(row) for row in stop_ids), max(len(row) for row in prompts)
+    lines = [
+        [*header, 0, 0, *stop, *[0] * (stops - len(stop)), *prompt, *[0] * (longest - len(prompt))]
+        for header, stop, prompt in zip(numbers, stop_ids, prompts, strict=True)
+    ]
+    packed = torch.tensor(lines, dtype=torch.int64)
+    packed[:, 5] = torch.tensor(temperatures, dtype=torch.float32).view(torch.int32)
+    packed[:, 6] = torch.tensor(top_ps, dtype=torch.float64).view(torch.int64)
+    return packed
+
+
+def place_rows_reference(
+    packed: Tensor,
+    stops: int,
+    *,
+    tokens: Tensor,
+    length: Tensor,
+    limit: Tensor,
+    finished: Tensor,
+    stopped: Tensor,
+    read: Tensor,
+    seeds: Tensor,
+    stop_ids: Tensor,
+    stop_count: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    invalid_target: Tensor,
+    invalid_draft: Tensor,
+) -> None:
+    """Plain PyTorch for `place_rows`."""
+    for column, numbers in enumerate((length, limit, seeds, stop_count, top_k)):
+        numbers.copy_(packed[:, column])
+    temperature.copy_(packed[:, 5].int().view(torch.float32))
+    top_p.copy_(packed[:, 6].contiguous().view(torch.float64))
+    stop_ids[:, :stops].copy_(packed[:, PACKED_HEADER : PACKED_HEADER + stops])
+    prompts = packed[:, PACKED_HEADER + stops :]
+    tokens[:, : prompts.shape[1]].copy_(prompts)
+    read.zero_()
+    for flags in (stopped, invalid_target, invalid_draft):
+        flags.fill_(False)
+    finished.fill_(True)
+
+
+def place_rows(packed: Tensor, stops: int, **state: Tensor) -> None:
+    """Writes rows that come in over the slots' former ones, as they are before their prompts are read.
+
+    packed [slots, ...] int64: `pack_rows` on the slots' device, of rows with `stops` stop ids, padding included.
+    `state`: the other tensors, by their names in `place_rows_reference`; temperature [slots] fp32, top_p [slots] fp64,
+    read, seeds, top_k [slots] int64.
+    """
+    run = place_rows_reference
+    if packed.is_cuda:
+        from draftsmith.kernels.slot_state_triton import place_rows as run
+    run(packed, stops, **state)
 
 
 def open_step_reference(

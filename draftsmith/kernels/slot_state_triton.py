@@ -13,6 +13,63 @@ _FINISHED, _STOPPED = tl.constexpr(slot_state.FINISHED), tl.constexpr(slot_state
 _INVALID_TARGET, _INVALID_DRAFT = tl.constexpr(slot_state.INVALID_TARGET), tl.constexpr(slot_state.INVALID_DRAFT)
 
 
+@triton.jit(do_not_specialize=["stops", "longest"])
+def _place_kernel(  # type: ignore[no-untyped-def]
+    packed_ptr, tokens_ptr, length_ptr, limit_ptr, finished_ptr, stopped_ptr, read_ptr, seeds_ptr, stop_ids_ptr,
+    stop_count_ptr, temperature_ptr, top_k_ptr, top_p_ptr, invalid_target_ptr, invalid_draft_ptr,
+    packed_stride, tokens_stride, stop_stride, stops, longest, HEADER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64)
+    packed = packed_ptr + slot * packed_stride
+    tl.store(length_ptr + slot, tl.load(packed))
+    tl.store(limit_ptr + slot, tl.load(packed + 1))
+    tl.store(seeds_ptr + slot, tl.load(packed + 2))
+    tl.store(stop_count_ptr + slot, tl.load(packed + 3))
+    tl.store(top_k_ptr + slot, tl.load(packed + 4))
+    tl.store(temperature_ptr + slot, tl.load(packed + 5).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(top_p_ptr + slot, tl.load(packed + 6).to(tl.float64, bitcast=True))
+    tl.store(read_ptr + slot, 0)
+    tl.store(finished_ptr + slot, True)
+    tl.store(stopped_ptr + slot, False)
+    tl.store(invalid_target_ptr + slot, False)
+    tl.store(invalid_draft_ptr + slot, False)
+    for begin in range(0, stops, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        ids = tl.load(packed + HEADER + index, mask=index < stops)
+        tl.store(stop_ids_ptr + slot * stop_stride + index, ids, mask=index < stops)
+    for begin in range(0, longest, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        ids = tl.load(packed + HEADER + stops + index, mask=index < longest)
+        tl.store(tokens_ptr + slot * tokens_stride + index, ids, mask=index < longest)
+
+
+def place_rows(
+    packed: Tensor,
+    stops: int,
+    *,
+    tokens: Tensor,
+    length: Tensor,
+    limit: Tensor,
+    finished: Tensor,
+    stopped: Tensor,
+    read: Tensor,
+    seeds: Tensor,
+    stop_ids: Tensor,
+    stop_count: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    invalid_target: Tensor,
+    invalid_draft: Tensor,
+) -> None:
+    """As `slot_state.place_rows`."""
+    _place_kernel[(len(length),)](
+        packed, tokens, length, limit, finished, stopped, read, seeds, stop_ids, stop_count, temperature, top_k, top_p,
+        invalid_target, invalid_draft, packed.stride(0), tokens.stride(0), stop_ids.stride(0), stops,
+        packed.shape[1] - slot_state.PACKED_HEADER - stops, HEADER=slot_state.PACKED_HEADER, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+
+
 @triton.jit
 def _open_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, length_ptr, anchor_ptr, ids_ptr, positions_ptr, tokens_stride, filler, window,
