@@ -101,7 +101,10 @@ def records_beside(directory: Path, reference: Path) -> dict[str, Any]:
     """Whether two stores hold the same samples, and how many of their records are equal: same tokens, and the same
     CRC-32 of each feature, as the writers of the stores took them."""
     one, other = checksums(directory), checksums(reference)
-    told = {"same_set": one.keys() == other.keys(), "equal_records": sum(one[id_] == other.get(id_) for id_ in one)}
+    told: dict[str, Any] = {
+        "same_set": one.keys() == other.keys(),
+        "equal_records": sum(one[id_] == other.get(id_) for id_ in one),
+    }
     different = [id_ for id_ in one if id_ in other and one[id_] != other[id_]][:4]
     if different:
         stores = Store.open(directory), Store.open(reference)
