@@ -1,5 +1,7 @@
 """Passes over prompts from graphs: what eager passes give, whatever the prompts, their groups and their slots."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -60,7 +62,7 @@ def caches(engine: Engine) -> list[torch.Tensor]:
     ids=str,
 )
 def test_replayed_passes_are_the_eager_ones(
-    options: dict[str, int], drafted: bool, dtype: torch.dtype, sampling: SamplingOptions
+    options: dict[str, Any], drafted: bool, dtype: torch.dtype, sampling: SamplingOptions
 ) -> None:
     """To the last bit: also with graphs off the widths are those of graphs."""
     target, draft = models(dtype=dtype)
