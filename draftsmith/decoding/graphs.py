@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class StepGraphs:
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._warm: OrderedDict[Hashable, None] = OrderedDict()
-        self._pool: tuple[int, int] = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device) if beside is None else beside._stream
         self.prepared = 0
         """Grows with every capture, and with every step that is warmed up while there is room for its graph."""
