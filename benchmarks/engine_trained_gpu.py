@@ -29,7 +29,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 
 DEVICE = "cuda"
-LENGTHS = (16, 60, 100, 130, 180, 250, 380, 500)
+LENGTHS = (16, 60, 100, 130, 180, 250, 380, 500, 2000)
 
 
 @dataclass
@@ -185,7 +185,7 @@ def trained(arguments: argparse.Namespace) -> None:
 def prompts_alone(target: Target, draft: Draft) -> None:
     """Milliseconds from a request to its first token, by the prompts' length, with and without graphs."""
     for rows in (1, 4):
-        engine = Engine(target, draft, EngineOptions(slots=rows, max_length=1024))
+        engine = Engine(target, draft, EngineOptions(slots=rows, max_length=2048))
         engine.decode(_request([[1]] * rows, 1))
         held = engine._prompt_graphs
         for length in LENGTHS:
