@@ -129,8 +129,21 @@ class ConsoleProgress:
                 self._bars = None
 
 
+class _LineHandler(logging.Handler):
+    """Log messages as lines that are not wrapped, so that paths in a log file stay whole."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{record.levelname.lower()}: {record.getMessage()}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def start_console() -> ProgressReport:
-    """Sends draftsmith's log messages to standard error, above the bars, and returns the progress to report to.
+    """Sends draftsmith's log messages to standard error, in a terminal above the bars, and returns the progress to
+    report to.
 
     Of several processes that a launcher started, only the first one draws.
     """
@@ -138,7 +151,8 @@ def start_console() -> ProgressReport:
         return SilentProgress()
     disable_progress_bar()  # transformers' own bars would run into these
     console = Console(stderr=True)
-    handler = RichHandler(console=console, show_time=False, show_path=False, markup=False)
+    drawn = console.is_terminal
+    handler = RichHandler(console=console, show_time=False, show_path=False) if drawn else _LineHandler(console)
     logger = logging.getLogger("draftsmith")
     logger.setLevel(logging.INFO)
     logger.handlers = [handler]

@@ -3,8 +3,8 @@
 import json
 import os
 import re
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +16,7 @@ from draftsmith.bench.figures import figures
 from draftsmith.bench.records import read_report
 from draftsmith.cli import app
 from draftsmith.features.reader import Store
+from tests.forks import fork
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -31,6 +32,11 @@ def run(*arguments):
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def command_line(*arguments):
+    """The command line, as a process of its own runs it."""
+    app(list(arguments))
 
 
 def fails(*arguments):
@@ -326,24 +332,19 @@ def test_an_interrupted_training_is_kept_and_goes_on(tmp_path, target):
     recipe = write_recipe(tmp_path, target, track={"every": 1, "tensorboard": False})
     for command in ("regenerate", "capture"):
         assert run(command, recipe)[0] == 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "draftsmith", "train", str(recipe), "train.max_steps=100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parent.parent,
-    )
+    said = tmp_path / "said"
+    process = fork(command_line, "train", str(recipe), "train.max_steps=100000", said=said)
     metrics = tmp_path / "run" / "train" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and metrics.read_text().count("\n") >= 3):
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive(), said.read_text()
         assert time.monotonic() < deadline, "training never took a step"
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    errors = said.read_text()
+    assert process.exitcode == 130, errors
     assert "Traceback" not in errors
     assert "--resume" in errors
     assert "interrupted" in errors
@@ -355,6 +356,14 @@ def test_an_interrupted_training_is_kept_and_goes_on(tmp_path, target):
 
 
 # --- help -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_package_run_as_a_module_is_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "train", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("draftsmith", run_name="__main__")
+    assert ended.value.code == 0
+    assert "draftsmith train my.yaml" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_command_explains_itself_with_an_example():

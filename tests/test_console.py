@@ -1,11 +1,12 @@
 """Progress on a console: lines in a log, bars in a terminal."""
 
 import io
+import logging
 
 import pytest
 from rich.console import Console
 
-from draftsmith.console import ConsoleProgress, format_count, format_duration
+from draftsmith.console import ConsoleProgress, format_count, format_duration, start_console
 
 
 def console(terminal: bool) -> tuple[Console, io.StringIO]:
@@ -56,3 +57,10 @@ def test_a_stage_that_fails_closes_its_bar():
         raise KeyboardInterrupt
     with progress.stage("Again", total=1, unit="steps") as stage:
         stage.advance()
+
+
+def test_messages_are_whole_lines_in_a_log_file(capsys):
+    start_console()
+    path = "/somewhere/" + "deep/" * 40 + "[bold]features"
+    logging.getLogger("draftsmith.capture").warning("%s is full", path)
+    assert capsys.readouterr().err == f"warning: {path} is full\n"

@@ -1,8 +1,7 @@
-"""Captures by several processes, whole and killed: `python -m tests.capture.forked_captures DIRECTORY SEED KILLS`.
+"""Captures by several processes, whole and killed, in a process of its own.
 
-One process imports everything and forks each group of processes, with the environment that a launcher would give them:
-so a group costs a fraction of a second. Prints one JSON object: what each process of each named job said, and how many
-captures were killed in the middle, how many of them went on from something, and how many stores came out.
+It forks each group of processes, with the environment that a launcher would give them: so a group costs a fraction of a
+second, most of which goes by in waiting, so that several killed captures are under way at a time.
 """
 
 import json
@@ -11,8 +10,8 @@ import random
 import shutil
 import signal
 import socket
-import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from .samples import random_samples, run_capture
 LAYOUT = CaptureLayout((0,), 32, final_state=True)
 LENGTHS = [3 + (7 * number) % 41 for number in range(17)]
 POISON = 5
+CHAINS = 3
 OPTIONS = {"dtype": "float32", "tokens_per_batch": 60, "shard_bytes": 13_000}
 
 
@@ -89,6 +89,8 @@ class Forks:
 
 
 def main(directory: Path, seed: int, kills: int) -> None:
+    """Writes `outcome.json` in `directory`: what each process of each named job said, and how many captures were killed
+    in the middle, how many of them went on from something, and how many stores came out."""
     torch.set_num_threads(1)
     forks = Forks()
     one = directory / "one"
@@ -113,14 +115,40 @@ def main(directory: Path, seed: int, kills: int) -> None:
     job("poisoned", directory / "poisoned", poisoned=True, max_refused_share=0.9)
     job("other", one, dtype="fp8")
     job("again", directory / "two")
-    said_of_kills = kill_captures(forks, directory, random.Random(seed), kills, duration)
-    print(json.dumps({"said": said, **said_of_kills}))
+    counts = chains_of_kills(forks, directory, seed, kills, duration)
+    (directory / "outcome.json").write_text(json.dumps({"said": said, **counts}))
 
 
-def kill_captures(forks: Forks, directory: Path, chance: random.Random, kills: int, duration: float) -> dict[str, int]:
+def chains_of_kills(forks: Forks, directory: Path, seed: int, kills: int, duration: float) -> dict[str, int]:
+    """`kill_captures` in `CHAINS` processes side by side; the sums of what they counted."""
+    children = []
+    for number in range(CHAINS):
+        place = directory / f"chain-{number}"
+        place.mkdir()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                share = -(-kills // CHAINS)
+                found = kill_captures(forks, directory / "one", place, random.Random(seed + number), share, duration)
+                (place / "found.json").write_text(json.dumps(found))
+                status = 0
+            finally:
+                if status:
+                    traceback.print_exc()
+                os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * CHAINS
+    counts = [json.loads((directory / f"chain-{number}" / "found.json").read_text()) for number in range(CHAINS)]
+    return {name: sum(found[name] for found in counts) for name in counts[0]}
+
+
+def kill_captures(
+    forks: Forks, one: Path, directory: Path, chance: random.Random, kills: int, duration: float
+) -> dict[str, int]:
     """Kill groups of one to three processes at random moments until `kills` were killed while they worked; each is
-    followed by another on the same directory, until one is left to finish."""
-    whole = {record.sample_id: record for record in Store.open(directory / "one")}
+    followed by another on the same directory, until one is left to finish, whose store is that at `one`."""
+    whole = {record.sample_id: record for record in Store.open(one)}
     killed = resumed = stores = 0
     while killed < kills:
         place = directory / f"store-{stores}"
@@ -128,7 +156,10 @@ def kill_captures(forks: Forks, directory: Path, chance: random.Random, kills: i
             say = directory / "said"
             processes = forks.start(chance.choice((1, 1, 2, 3)), place, say)
             time.sleep(chance.uniform(0.0, 1.1) * duration)
-            if not kill(processes, chance):
+            # How long a capture takes depends on what else the machine does: two of three are to be caught at work.
+            at_work = kill(processes, chance)
+            duration *= 1.1 if at_work else 0.8
+            if not at_work:
                 break
             killed += 1
             if (place / "manifest.json").exists():  # killed after its last write
@@ -158,7 +189,3 @@ def check(place: Path, whole: dict[str, Any]) -> None:
     assert verify_store(place) == []
     files = {entry.name for shard in store.manifest.shards for entry in (shard.tokens_file, shard.features_file)}
     assert {path.name for path in place.glob("*.safetensors*")} == files | {store.manifest.index.name}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,9 +2,6 @@
 they are killed (traps 18 and 19)."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,12 @@ from draftsmith.capture.plan import padded_tokens, plan_batches, share_batches
 from draftsmith.features.reader import Store
 from draftsmith.features.verify import verify_store
 from tests.features.stores import equal
+from tests.forks import fork
 
+from . import forked_captures
 from .forked_captures import LENGTHS, OPTIONS, POISON
 from .samples import random_samples
 
-ROOT = Path(__file__).parents[2]
 KILLS = 30
 
 
@@ -49,11 +47,10 @@ def records(directory: Path) -> dict[str, Any]:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """All captures, whole and killed, by a process of its own, which can fork freely."""
     directory = tmp_path_factory.mktemp("captures")
-    command = [sys.executable, "-m", "tests.capture.forked_captures", str(directory), "7", str(KILLS)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return directory, json.loads(run.stdout.splitlines()[-1])
+    process = fork(forked_captures.main, directory, 7, KILLS, said=directory / "said")
+    process.join(600)
+    assert process.exitcode == 0, (directory / "said").read_text()[-3000:]
+    return directory, json.loads((directory / "outcome.json").read_text())
 
 
 @pytest.mark.slow

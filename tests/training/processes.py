@@ -1,22 +1,17 @@
-"""Groups of training processes, forked from one process that has imported everything.
+"""Groups of training processes, which are forks (`tests.forks`) where a launcher would start them from nothing.
 
-A launcher starts each process from nothing, and each then imports for many seconds; a fork of Python's forkserver is
-there at once. It gets what a launcher would give it, ranks and an address in its environment, and a group ends when one
-of its processes fails.
+Each gets what a launcher would give it, ranks and an address in its environment, and a group ends when one of its
+processes fails.
 """
 
-import multiprocessing
-import os
 import socket
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from tests.forks import fork
 from tests.training.distributed_run import run_jobs
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.training.distributed_run"])
 
 
 class ProcessGroup:
@@ -32,9 +27,7 @@ class ProcessGroup:
         for rank, said in enumerate(self._said):
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             environment = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if count > 1 else {}
-            self._processes.append(_FORKS.Process(target=_work, args=(environment, said, jobs)))
-        for process in self._processes:
-            process.start()
+            self._processes.append(fork(run_jobs, jobs, said=said, environment=environment))
 
     def pid(self, rank: int = 0) -> int:
         pid = self._processes[rank].pid
@@ -67,12 +60,3 @@ def run_group(count: int, jobs: list[dict[str, Any]], directory: Path) -> None:
     """Do the jobs in a group of processes, none of which may fail."""
     group = ProcessGroup(count, jobs, directory)
     assert set(group.finish()) == {0}, group.output()[-6000:]
-
-
-def _work(environment: dict[str, Any], said: Path, jobs: list[dict[str, Any]]) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    os.environ |= {name: str(value) for name, value in environment.items()}
-    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    run_jobs(jobs)
