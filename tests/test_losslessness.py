@@ -129,7 +129,7 @@ def test_bfloat16_equals_plain_decoding_at_the_verify_width() -> None:
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
-SMALL, ROWS, PROMPT = 6, 12_000, (2, 5, 0)
+SMALL, ROWS, PROMPT = 6, 6_000, (2, 5, 0)
 SAMPLINGS = [SamplingOptions(1.0), SamplingOptions(0.7, top_p=0.8, top_k=4)]
 
 

@@ -88,7 +88,7 @@ def sampled(sampling: SamplingOptions, top_k: int, *, wrong_q: bool = False) -> 
     engine = Engine(target, draft)
     if wrong_q:
         engine.proposer = Forgetful(engine.proposer)
-    return decode_small(engine, sampling, new=4, rows=8_000)
+    return decode_small(engine, sampling, new=4)
 
 
 class Forgetful:

@@ -116,7 +116,7 @@ def sampled(shift: bool, prefix: int, sampling: SamplingOptions, *, wrong_q: boo
     engine = Engine(target, draft)
     if wrong_q:
         engine.proposer = Forgetful(engine.proposer)
-    return decode_small(engine, sampling, new=4, rows=6_000)
+    return decode_small(engine, sampling, new=4)
 
 
 class Forgetful:

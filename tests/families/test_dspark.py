@@ -85,7 +85,7 @@ SAMPLED = [(kind, bar, SAMPLINGS[0]) for kind in KINDS for bar in (None, 0.3)] +
 @pytest.mark.parametrize(("kind", "bar", "sampling"), SAMPLED)
 def test_sampled_output_has_the_targets_distribution(kind: str, bar: float | None, sampling: SamplingOptions) -> None:
     options = EngineOptions(proposer={} if bar is None else {"min_survival": bar})
-    results = decode_small(Engine(*small_draft(kind), options), sampling, new=4, rows=8_000)
+    results = decode_small(Engine(*small_draft(kind), options), sampling, new=4)
     assert p_value(results, sampling) > 1e-3
     assert {length for result in results for length in result.accept_lengths} >= {1, 2}
 
