@@ -8,16 +8,19 @@
 
 Captures the answers once, with the layout of the method that stores most, and trains each method's draft from that
 store for `--seconds` of wall time. The clock runs over the whole call of the training: building the draft, starting the
-processes that read, saving. Only torch.compile's work is not in it: a short run before compiles and says how many steps
-the seconds hold, so that the learning rate falls to its end within them; what it took is reported beside the training.
+processes that read, saving. Only torch.compile's work is not in it: of two short runs before, one compiles and one says
+how many steps the seconds hold, so that the learning rate falls to its end within them; what they took is reported
+beside the training.
 The last checkpoint is exported and benched: accept lengths on all prompts in large batches, speeds one row at a time on
 the first prompts of `--speed-on`. Each method leaves OUT/METHOD.json, written anew after every part; `table` writes
 them into the page between its two markers. A method that fails is reported, and the others go on.
 """
 
 import argparse
+import itertools
 import json
 import platform
+import statistics
 import sys
 import time
 import traceback
@@ -91,10 +94,11 @@ SHARED = (
     "track.every=100",
     "track.tensorboard=false",
 )
-UNSETTLED_STEPS = 300  # until the usual shapes have come up and what was read ahead is used up
+COMPILING_STEPS = 60  # until rows have come for which torch.compile makes code of their own
+UNSETTLED_STEPS = 300  # until most shapes have come up and what was read ahead is used up
 CALIBRATION_STEPS = 400
-FIRST_BATCH_SECONDS = 1.0
-MARGIN = 0.98  # of the seconds, for rows that take longer than those of the calibration
+RECORDING = 2.5  # times the median: the step recorded a graph for a shape that had not come before
+MARGIN = 0.97  # of the seconds, for shapes that come up late and rows that take longer than those of the calibration
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
@@ -205,22 +209,25 @@ def _settings(method: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def _calibrated(method: str, arguments: argparse.Namespace, store: Path) -> dict[str, float]:
-    """Seconds of a step, of what a training takes besides its steps, and of compiling, from a short run that compiles
-    what the training then uses."""
+    """Seconds of a step, and of what a training takes besides its steps, from a short run like it; another before it
+    compiles what both then use."""
+    started = time.perf_counter()
+    _train(_linked(_workspace(method, arguments, f"{method}-compiling", f"train.max_steps={COMPILING_STEPS}"), store))
+    compiled = time.perf_counter()
     steps = f"train.max_steps={CALIBRATION_STEPS}"
     workspace = _linked(_workspace(method, arguments, f"{method}-calibration", steps), store)
     workspace.progress = clocked = _ClockedProgress()
-    started = time.perf_counter()
+    begun = time.perf_counter()
     _train(workspace)
     ended = time.perf_counter()
-    begun, times = clocked.begun, clocked.times
-    settled = times[UNSETTLED_STEPS - 1 :]
-    step = (settled[-1] - settled[0]) / (len(settled) - 1)
-    compiling = max(0.0, times[0] - begun - FIRST_BATCH_SECONDS)
+    settled = clocked.times[UNSETTLED_STEPS - 1 :]
+    lengths = [later - earlier for earlier, later in itertools.pairwise(settled)]
+    usual = [length for length in lengths if length < RECORDING * statistics.median(lengths)]
+    step = statistics.fmean(usual)
     found = {
         "step_seconds": step,
-        "start_seconds": max(0.0, ended - started - compiling - CALIBRATION_STEPS * step),
-        "compiling_seconds": compiling,
+        "start_seconds": max(0.0, ended - begun - CALIBRATION_STEPS * step),
+        "compiling_seconds": compiled - started,
         "calibration_seconds": ended - started,
     }
     found = {name: round(value, 4) for name, value in found.items()}
@@ -229,17 +236,15 @@ def _calibrated(method: str, arguments: argparse.Namespace, store: Path) -> dict
 
 
 class _ClockedProgress(ConsoleProgress):
-    """Remembers when a training's steps began, and when each ended."""
+    """Remembers when each step of a training ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun = 0.0
         self.times: list[float] = []
 
     @contextmanager
     def stage(self, name: str, total: float | None, unit: str) -> Iterator[Stage]:
         with super().stage(name, total, unit) as stage:
-            self.begun = time.perf_counter()
             yield _ClockedStage(stage, self.times)
 
 

@@ -42,6 +42,9 @@ class StepGraphs:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         self._pool: Any = torch.cuda.graph_pool_handle()
+        # A gradient is added up on the stream on which its parameter was first used, as long as anything keeps that use
+        # (a GRU's list of its weights does). On the default stream that would be forbidden in a capture.
+        self._stream = torch.cuda.Stream()
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._told = False
@@ -59,7 +62,7 @@ class StepGraphs:
                 _log.warning("train.graphs: %d shapes have graphs; batches of others run eagerly", MOST_GRAPHS)
                 self._told = True
             if full or self._seen[key] == 1:
-                return self._eagerly(batch, progress)
+                return self._beside(batch, progress)
             self._captured[key] = self._capture(batch, progress)
         captured = self._captured[key]
         torch._foreach_copy_(captured.inputs, inputs, non_blocking=True)
@@ -67,6 +70,15 @@ class StepGraphs:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return captured.outcome
+
+    def _beside(self, batch: MicroBatch, progress: Tensor) -> Outcome:
+        """Eagerly, on the stream of the captures."""
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            outcome = self._eagerly(batch, progress)
+        here.wait_stream(self._stream)
+        return outcome
 
     def _eagerly(self, batch: MicroBatch, progress: Tensor) -> Outcome:
         numerator, denominator, metrics = self._forward(batch, progress)
@@ -80,7 +92,7 @@ class StepGraphs:
             parameter.grad = gradient
         graph = torch.cuda.CUDAGraph()
         # Other threads copy batches to the device meanwhile; what they do is none of the graph's business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             torch._foreach_zero_(self._gradients)
             outcome = self._eagerly(static, share)
         return _Captured(graph, inputs, outcome)

@@ -4,7 +4,7 @@ As with a CUDA graph, what the host computed during the capture is frozen, and o
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -41,6 +41,13 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
+class _OnlyStream:
+    """Work on a CPU is done in its order."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
 def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     """Let `torch.cuda`'s graphs be recordings; returns those that were made, as they are made."""
     made: list[Recording] = []
@@ -57,4 +64,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     monkeypatch.setattr(torch.cuda, "graph", recorded)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", _OnlyStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", _OnlyStream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     return made
