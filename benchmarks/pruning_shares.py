@@ -21,7 +21,8 @@ from draftsmith import Draft, Target, generate
 from draftsmith.algorithms.search import BlockSearch
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.kernels.keys import key_ids
-from draftsmith.kernels.low_rank_pruning import leaders_reference, row_bounds, upper_bounds
+from draftsmith.kernels.low_rank_pruning import leaders_reference
+from draftsmith.kernels.row_bounds import row_bounds, share_beside, upper_bounds
 
 LEADING = (16, 32)
 BITS = (8, 4)
@@ -42,7 +43,12 @@ class Shares:
             return
         self.weight = weight
         wide = weight.float()
-        self.parts = {"bounds": row_bounds(weight, False), "strong": row_bounds(weight, True), "wide": wide}
+        self.parts = {
+            "bounds": row_bounds(weight),
+            "norms": wide.norm(dim=-1),
+            "wide": wide,
+            "share beside": share_beside(weight),
+        }
         directions = torch.linalg.svd(wide.T @ wide).Vh  # [E, E], the leading ones first
         for count in LEADING:
             if count < wide.shape[1]:
@@ -62,10 +68,10 @@ class Shares:
         scores = b + change
         leaders = leaders_reference(base)
         lower = scores.gather(-1, leaders.firsts.long()).amax(-1, keepdim=True)
-        bounds = upper_bounds(base, self.parts["bounds"], latent)
         length = u.norm(dim=-1, keepdim=True)
-        left = {"norms": bounds >= lower, "norms, were the best known": bounds >= scores.amax(-1, keepdim=True)}
-        left["strong directions"] = upper_bounds(base, self.parts["strong"], latent) >= lower
+        bounds = upper_bounds(base, self.parts["bounds"], latent)
+        left = {"bounds": bounds >= lower, "bounds, were the best known": bounds >= scores.amax(-1, keepdim=True)}
+        left["norms"] = b + length * self.parts["norms"] >= lower
         for name, kept in self.parts.items():
             if "leading" in name:
                 lead, inside, outside = kept
@@ -76,7 +82,7 @@ class Shares:
                 left[name] = b + u @ kept[0].T + length * kept[1] >= lower
         for name, mask in left.items():
             self.sums[f"share left: {name}"] += float(mask.float().mean(-1).sum())
-        for name in ("norms", "strong directions"):
+        for name in ("norms", "bounds"):
             left_behind = left[name].scatter(-1, leaders.ids.long(), False)
             self.sums[f"steps with nothing but leaders: {name}"] += float((~left_behind.any(-1)).sum())
             self.sums[f"share left over all rows of the batch: {name}"] += float(
@@ -88,7 +94,8 @@ class Shares:
         self.sums["spread of base"] += float(b.std(-1).sum())
         self.sums["top of base over its mean"] += float((b.amax(-1) - b.mean(-1)).sum())
         self.sums["spread of the correction"] += float(change.std(-1).sum())
-        self.sums["mean bound on the correction"] += float((length * self.parts["bounds"].beside).mean(-1).sum())
+        self.sums["mean bound on the correction"] += float((length * self.parts["norms"]).mean(-1).sum())
+        self.sums["share of W2 beside its directions"] += self.parts["share beside"] * len(base)
         self.steps += len(base)
 
     def means(self) -> dict[str, float]:

@@ -206,10 +206,11 @@ class Domino(Algorithm):
 
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         options = decoding_options(self.name, DominoDecodingOptions, decoding)
-        part = check_vocabulary(self.name, draft, ends, cast(DominoHead, draft.head).output_weight, options)
+        weight = cast(DominoHead, draft.head).output_weight
+        part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
         count = check_num_proposals(num_proposals, layout)
-        rollout = options.resolve(self.name, draft.device)
+        rollout = options.resolve(self.name, weight[part.first : part.last])
         if rollout == "plain":
             if options.token_table:
                 raise DraftsmithError(
@@ -227,7 +228,6 @@ class Domino(Algorithm):
             count,
             part,
             pruned=rollout == "pruned",
-            strong_directions=options.strong_directions,
             with_table=options.token_table,
             kernels=draft.device.type == "cuda",
         )

@@ -50,7 +50,6 @@ class KeyedDominoProposer:
         part: VocabularyPart,
         *,
         pruned: bool,
-        strong_directions: bool,
         with_table: bool,
         kernels: bool,
     ) -> "KeyedDominoProposer":
@@ -68,9 +67,7 @@ class KeyedDominoProposer:
             return ends.embedding_weight, cast(Tensor, head.prefix_gru.weight_ih_l0)
 
         table = Derived(weights, lambda rows, weight: token_table(rows, weight, scale)) if with_table else None
-        search = Search.of(
-            lambda: head.output_weight, part, pruned=pruned, strong_directions=strong_directions, kernels=kernels
-        )
+        search = Search.of(lambda: head.output_weight, part, pruned=pruned, kernels=kernels)
         for derived in (table, search.bounds):
             if derived is not None:
                 derived()

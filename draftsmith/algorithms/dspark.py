@@ -274,7 +274,7 @@ class DSpark(Algorithm):
         part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
         count = check_num_proposals(num_proposals, layout)
-        rollout = options.resolve(self.name, draft.device)
+        rollout = options.resolve(self.name, weight[part.first : part.last])
         if rollout == "plain":
             return DSparkProposer(draft, ends, layout, count, options.min_survival)
         # Kernels need the package triton, which not every installation has.
@@ -287,7 +287,6 @@ class DSpark(Algorithm):
             count,
             part,
             pruned=rollout == "pruned",
-            strong_directions=options.strong_directions,
             kernels=draft.device.type == "cuda",
             min_survival=options.min_survival,
         )

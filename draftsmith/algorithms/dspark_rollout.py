@@ -41,7 +41,6 @@ class KeyedDSparkProposer:
         part: VocabularyPart,
         *,
         pruned: bool,
-        strong_directions: bool,
         kernels: bool,
         min_survival: float | None,
     ) -> "KeyedDSparkProposer":
@@ -51,7 +50,6 @@ class KeyedDSparkProposer:
             lambda: head.markov_head.markov_w2.weight,
             part,
             pruned=pruned,
-            strong_directions=strong_directions,
             kernels=kernels,
         )
         if search.bounds is not None:

@@ -26,31 +26,25 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class RolloutOptions(Options):
     """Decoding options of a sequential head.
 
-    `rollout`: `auto` is `dense` on a CUDA device and `plain` elsewhere. `dense` and `pruned` run kernels on a CUDA
-    device and their PyTorch references elsewhere, and need the package triton. `strong_directions`: bounds of `pruned`
-    know how far rows go along the matrix's strongest directions, which leaves far fewer rows of trained heads.
-    `tensor_parallel`: every process of the default group works on its own part of the vocabulary, and all of them
-    propose the same tokens; for `dense` and `pruned`.
+    `rollout`: `auto` is `plain` off CUDA devices; on one it is `pruned` for heads where that pays and `dense` for
+    others (`low_rank_pruning.pays`). `dense` and `pruned` run kernels on a CUDA device and their PyTorch references
+    elsewhere, and need the package triton. `tensor_parallel`: every process of the default group works on its own part
+    of the vocabulary, and all of them propose the same tokens; for `dense` and `pruned`.
     """
 
     rollout: Literal["auto", "plain", "dense", "pruned"] = "auto"
-    strong_directions: StrictBool = False
     tensor_parallel: StrictBool = False
 
-    def resolve(self, method: str, device: torch.device) -> str:
-        """`plain`, `dense` or `pruned`. Raises `DraftsmithError` where the wanted one cannot run."""
+    def resolve(self, method: str, weight: Tensor) -> str:
+        """`plain`, `dense` or `pruned`, for a head whose correction has the output matrix W2 `weight` [V, E]. Raises
+        `DraftsmithError` where the wanted one cannot run."""
         chosen = self.rollout
         if chosen == "auto":
-            chosen = "dense" if self.tensor_parallel or device.type == "cuda" else "plain"
+            chosen = _by_kernels(weight) if self.tensor_parallel or weight.device.type == "cuda" else "plain"
         if chosen == "plain" and self.tensor_parallel:
             raise DraftsmithError(
                 f"{method}: rollout 'plain' works on the whole vocabulary in one process; with tensor_parallel use "
                 "'dense' or 'pruned'"
-            )
-        if self.strong_directions and chosen != "pruned":
-            raise DraftsmithError(
-                f"{method}: strong_directions is True, and the rollout is {chosen!r}, which has no bounds; leave it "
-                "out, or set rollout to 'pruned'"
             )
         if chosen != "plain" and find_spec("triton") is None:
             raise DraftsmithError(
@@ -156,6 +150,11 @@ def check_vocabulary(
     for name, tensor in ((f"{method}'s head", weight), ("the target's output head", ends.head_weight)):
         if tensor.dtype not in DTYPES:
             raise DraftsmithError(f"{name} is in {tensor.dtype}; rollouts run in bfloat16, float16 or float32")
+    if not weight.isfinite().all():
+        raise DraftsmithError(
+            f"the output matrix of {method}'s correction holds numbers that are not finite; the draft was not trained "
+            "or loaded properly"
+        )
     if vocab_size % world_size:
         raise DraftsmithError(
             f"{method}: {world_size} processes cannot share a vocabulary of {vocab_size} tokens evenly; allowed: a "
@@ -164,6 +163,13 @@ def check_vocabulary(
     size = vocab_size // world_size
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     return VocabularyPart(rank * size, (rank + 1) * size, world_size)
+
+
+def _by_kernels(weight: Tensor) -> str:
+    """The rollout by kernels that is expected to be faster for W2 `weight`."""
+    from draftsmith.kernels.low_rank_pruning import pays
+
+    return "pruned" if weight.device.type == "cuda" and pays(weight) else "dense"
 
 
 T = TypeVar("T")

@@ -20,10 +20,11 @@ from draftsmith.kernels.block_keys import begin_keys, begin_keys_reference, bloc
 from draftsmith.kernels.few_states import MAX_STATES, few_states_logits
 from draftsmith.kernels.keys import key_ids, pack_keys
 from draftsmith.kernels.noise import LEAST_TEMPERATURE, gumbel_noise
+from draftsmith.kernels.row_bounds import RowBounds, row_bounds
 from draftsmith.targets.ends import TargetEnds
 
-PRUNED_ROWS = 2
-"""The most rows of a batch for which kernels leave rows of W2 out."""
+PRUNED_ROWS = 8
+"""The most rows of a batch for which kernels leave rows of W2 out: what any of them is left has to be read."""
 
 
 @dataclass
@@ -35,20 +36,18 @@ class Search:
     """
 
     weight: Derived[Tensor]
-    bounds: Derived[pruning.RowBounds] | None
+    bounds: Derived[RowBounds] | None
     part: VocabularyPart
     kernels: bool
 
     @classmethod
-    def of(
-        cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool, strong_directions: bool, kernels: bool
-    ) -> "Search":
+    def of(cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool, kernels: bool) -> "Search":
         """The search with a correction by `weight()` [V, E], the whole vocabulary's. Raises `DraftsmithError` for one
         too wide for the kernels."""
         if kernels:
             _check_rank(weight(), pruned)
         own = Derived(lambda: (weight(),), lambda whole: whole.detach()[part.first : part.last])
-        bounds = Derived(lambda: (own(),), lambda part: pruning.row_bounds(part, strong_directions)) if pruned else None
+        bounds = Derived(lambda: (own(),), row_bounds) if pruned else None
         return cls(own, bounds, part, kernels)
 
     def block(self, base: Tensor, anchor_ids: Tensor, sampler: KeyedSampler) -> "BlockSearch":
@@ -87,7 +86,6 @@ class BlockSearch:
         self.scores = None if sampler.greedy else torch.empty(base.shape, dtype=torch.float32, device=base.device)
         self.filtered_q: list[Tensor] = []
         self.leaders: pruning.Leaders | None = None
-        # Rows prune each for itself, so that more of them soon read the matrix more than once.
         prunes = search.bounds is not None and (batch <= PRUNED_ROWS or not search.kernels)
         if prunes and sampler.greedy:
             find = pruning.leaders if search.kernels else pruning.leaders_reference
