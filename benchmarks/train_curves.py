@@ -17,13 +17,12 @@ import json
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from train_gpu import FAILURES, SMOLLM2, release
-from train_timing import LOCK, alone
+from train_timing import LOCK, beside_others
 
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.anchors import sample_anchors
@@ -115,8 +114,8 @@ class Curves:
                     parameter.mul_(1 + 2.0**-9 * (2 * torch.rand_like(parameter) - 1))
         return draft.to(self.device)
 
-    def losses(self, way: str) -> Tensor:
-        """[steps] float64, the loss of every step before its update."""
+    def losses(self, way: str, until: int | None = None) -> Tensor:
+        """[steps] float64, the loss of every step before its update; until: so many steps only."""
         precision, *options = way.split(":")
         loss = DraftLoss(
             self.draft(options),
@@ -131,7 +130,7 @@ class Curves:
         updater = Updater(loss, parallel, self.options)
         graphs = StepGraphs(parallel.forward, list(loss.parameters())) if "graphs" in options else None
         found = []
-        for step, batch in enumerate(self.batches):
+        for step, batch in enumerate(self.batches[:until]):
             updater.clear()
             progress = share_done(step, self.steps, self.device)
             if graphs is not None:
@@ -163,7 +162,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rows-per-step", type=int, default=2)
     parser.add_argument("--anchors", type=int, default=32, help="of a document")
     parser.add_argument("--lr", type=float, default=6e-4)
-    parser.add_argument("--lock", help="a file, as for train_gpu.py; held while nothing is compiled")
+    parser.add_argument("--lock", help="a file, as for train_gpu.py: nothing is computed while others measure")
     return parser.parse_args()
 
 
@@ -187,7 +186,9 @@ def main() -> None:
     for way in arguments.ways:
         started = time.perf_counter()
         try:
-            with nullcontext() if "compiled" in way else alone():
+            if "compiled" in way:
+                curves.losses(way, 1)  # compiles; nobody is to wait for that
+            with beside_others():
                 found[way] = curves.losses(way)
         except FAILURES:
             print(json.dumps({"way": way, "error": traceback.format_exc()[-3000:]}), flush=True)

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +17,27 @@ LOCK: list[str] = []
 """A file of which measuring processes hold the lock in turn (`--lock FILE`), while others may compile."""
 
 
+def alone() -> AbstractContextManager[None]:
+    """Around what is measured: no other process that takes turns uses the GPU."""
+    return _holding(fcntl.LOCK_EX)
+
+
+def beside_others() -> AbstractContextManager[None]:
+    """Around work on the GPU that nobody measures: not while something is measured."""
+    return _holding(fcntl.LOCK_SH)
+
+
 @contextmanager
-def alone() -> Iterator[None]:
+def _holding(kind: int) -> Iterator[None]:
     if not LOCK:
         yield
         return
-    with open(LOCK[0], "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with open(f"{LOCK[0]}.door", "w") as door, open(LOCK[0], "w") as file:
+        fcntl.flock(
+            door, fcntl.LOCK_EX
+        )  # who comes first goes first: those beside others would keep others out for long
+        fcntl.flock(file, kind)
+        fcntl.flock(door, fcntl.LOCK_UN)
         yield
 
 

@@ -200,7 +200,13 @@ class Layer(nn.Module):
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function under torch.compile. As a function of the module, so that all layers share the code; sizes that
     change from batch to batch are told by `_of_any_size`, others are compiled as they come first, then once more."""
-    return torch.compile(function, fullgraph=True)
+    from torch._inductor import config  # slow to import, and needed by compiled runs only
+
+    # The backward of a norm is two reductions, over channels and over slots. Inductor joins them from some number of
+    # slots on, and would compile everything again on the other side of it; in this mode it always does.
+    always_joined = "mix_order_reduction_non_strict_mode"
+    options = {f"triton.{always_joined}": True} if hasattr(config.triton, always_joined) else {}
+    return torch.compile(function, fullgraph=True, options=options)
 
 
 def _of_any_size(dim: int, *tensors: Tensor) -> None:
