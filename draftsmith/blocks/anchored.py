@@ -11,6 +11,7 @@ from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.sight import Sight, sight
 from draftsmith.drafts.attention import AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.tile_rows import rows_of_a_block
 
 if TYPE_CHECKING:
     from draftsmith.kernels.anchored_attention import Runs, Tiling
@@ -72,7 +73,7 @@ def _refusal(head_dim: int, group: int, block_size: int) -> str | None:
     """Why the kernel cannot be used, None where it can."""
     if not 16 <= head_dim <= LARGEST_HEAD or head_dim & (head_dim - 1):
         return f"takes heads of 16 to {LARGEST_HEAD} channels, a power of two, and these have {head_dim}"
-    rows = (1 << (group - 1).bit_length()) * (1 << (block_size - 1).bit_length())
+    rows = rows_of_a_block(group, block_size)
     if rows > LARGEST_TILE:
         return (
             f"holds a block's slots, for all query heads of a key head, in a tile of at most {LARGEST_TILE} rows, and "
@@ -115,7 +116,7 @@ class AnchoredBlockAttention:
     ) -> Tensor:
         """Shapes as in `BlockAttention`; raises `DraftsmithError` for a kind without runs, and for heads or blocks that
         it cannot do."""
-        from draftsmith.kernels.anchored_attention import anchored_attention, rows_of_a_block, tiling
+        from draftsmith.kernels.anchored_attention import anchored_attention, tiling
 
         group, block_size = q.shape[1] // context_k.shape[1], self._blocks.input_ids.shape[-1]
         check_anchored(q.shape[-1], group, block_size)

@@ -19,9 +19,7 @@ from draftsmith.drafts.checks import (
 )
 from draftsmith.drafts.heads import HEADS, HeadConfig
 from draftsmith.dtypes import DTYPES
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
+from draftsmith.layouts.attention_fields import FULL, SLIDING, is_causal
 
 
 class _Checked(BaseModel):
@@ -176,12 +174,11 @@ class DraftConfig(_Checked):
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """Each layer's attention pattern: sliding layers are causal inside the block, unless `causal` says
-        otherwise."""
+        """Each layer's attention pattern."""
         return tuple(
             AttentionKind(
                 window=self.sliding_window if layer_type == SLIDING else None,
-                causal=layer_type == SLIDING if self.causal is None else self.causal,
+                causal=is_causal(layer_type, self.causal),
             )
             for layer_type in self.layer_types
         )

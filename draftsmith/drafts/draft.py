@@ -13,7 +13,7 @@ from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.heads import HEADS
-from draftsmith.dtypes import DTYPES
+from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import TargetParts, read_directory, write_directory
 
@@ -97,7 +97,7 @@ class Draft(nn.Module):
         with torch.device("meta"):
             draft = cls(config)
         check_weights(draft, canonical.tensors, str(directory))
-        wanted = config.torch_dtype if dtype == "auto" else parse_dtype(dtype)
+        wanted = parse_dtype(dtype) or config.torch_dtype
         state = {
             name: canonical.tensors[file_name(name)].to(device=device, dtype=wanted, copy=True)
             for name in draft.state_dict()
@@ -215,15 +215,6 @@ class Draft(nn.Module):
 def file_name(parameter: str) -> str:
     """A parameter's canonical name in files: its name in the module without the first component."""
     return parameter.split(".", 1)[1]
-
-
-def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype by name; `DraftsmithError` for one that drafts do not run in."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise DraftsmithError(f"dtype is {dtype!r}; allowed: 'auto', {', '.join(map(repr, DTYPES))}")
-    return DTYPES[dtype]
 
 
 def check_weights(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from draftsmith.kernels.anchored_backward import key_gradient_kernel, query_gradient_kernel
 from draftsmith.kernels.anchored_forward import forward_kernel
+from draftsmith.kernels.tile_rows import rows_of_a_block
 
 LOG2_E = 1.4426950408889634
 
@@ -63,11 +64,6 @@ def tiling(head_dim: int, element_size: int, block_rows: int) -> Tiling:
     # Two programs a multiprocessor, each of four warps, hide more of each other's waits than one of eight.
     tiles = Tiling(dkv_rows=128 if head_dim <= 64 else 64)
     return tiles if block_rows <= tiles.rows else replace(tiles, rows=128, warps=8, dq_rows=128, dq_warps=8)
-
-
-def rows_of_a_block(group: int, block_size: int) -> int:
-    """Rows that the tile of one block needs, for so many query heads a key head."""
-    return triton.next_power_of_2(group) * triton.next_power_of_2(block_size)
 
 
 def _shape(q: Tensor, kv_heads: int, rows: int, block_size: int) -> dict[str, int]:

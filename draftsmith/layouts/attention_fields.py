@@ -38,13 +38,16 @@ def any_sliding(config: dict[str, Any]) -> bool:
     return isinstance(layer_types, list | tuple) and SLIDING in layer_types
 
 
+def is_causal(layer_type: str, causal: bool | None) -> bool:
+    """Whether slots of such a layer see no later slots of their block: those of sliding layers do not, unless `causal`
+    says it for all layers."""
+    return layer_type == SLIDING if causal is None else causal
+
+
 def uniform_kind(config: dict[str, Any]) -> tuple[bool, bool] | None:
     """(whether the layers slide, whether their slots see no later slots), where all layers of a canonical configuration
     agree in both; None where they do not."""
-    kinds = {
-        (kind == SLIDING, kind == SLIDING if config.get("causal") is None else config["causal"])
-        for kind in config["layer_types"]
-    }
+    kinds = {(kind == SLIDING, is_causal(kind, config.get("causal"))) for kind in config["layer_types"]}
     return kinds.pop() if len(kinds) == 1 else None
 
 

@@ -48,6 +48,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-
 th { text-align: left; font-weight: 600; color: var(--dim); } th, td { padding: .38rem .9rem .38rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top; } tr:last-child td { border-bottom: 0; }
 td.number, th.number { text-align: right; white-space: nowrap; } td { overflow-wrap: anywhere; }
+td:first-child { overflow-wrap: normal; }
 .scroll { overflow-x: auto; } .scroll td { overflow-wrap: normal; white-space: nowrap; }
 details { background: var(--card); border: 1px solid var(--line); border-radius: 10px; margin: .7rem 0; }
 details > *:not(summary) { margin-left: 1.25rem; margin-right: 1.25rem; }

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.location import locate, read_config, resolve_device, resolve_dtype
+from draftsmith.targets.location import locate, read_config, resolve_device
 from draftsmith.targets.tensors import TensorFiles
 
 # Configuration fields by which some models scale what goes in or comes out, outside their embedding and head modules.
@@ -166,7 +167,7 @@ class TargetEnds(nn.Module):
                 f"the weights of {location.source} lack {'embed_tokens' if embedding is None else 'lm_head'}.weight "
                 f"(tie_word_embeddings is {tied}); the checkpoint is incomplete or of an unsupported kind"
             )
-        resolved = resolve_dtype(dtype) or text_config.dtype or embedding.dtype
+        resolved = parse_dtype(dtype) or text_config.dtype or embedding.dtype
         ends = cls(
             embedding.to(resolved),
             head.to(resolved),

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.location import locate, read_config, resolve_device, resolve_dtype
+from draftsmith.targets.location import locate, read_config, resolve_device
 from draftsmith.targets.tensors import TensorFiles
 
 
@@ -40,5 +41,5 @@ def load_final_norm(
     if missing:
         raise DraftsmithError(f"the weights of {location.source} lack norm.{missing[0]}; the checkpoint is incomplete")
     norm.load_state_dict(weights, assign=True)
-    resolved = resolve_dtype(dtype) or config.get_text_config().dtype or next(norm.parameters()).dtype
+    resolved = parse_dtype(dtype) or config.get_text_config().dtype or next(norm.parameters()).dtype
     return norm.to(device=resolve_device(device), dtype=resolved).requires_grad_(False)

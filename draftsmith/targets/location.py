@@ -1,4 +1,4 @@
-"""Where a target lies and how it is to be loaded: paths, devices and dtypes as users write them."""
+"""Where a target lies and how it is to be loaded: paths and devices as users write them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from draftsmith.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.gguf import converted
 
@@ -60,17 +59,6 @@ def read_config(location: Location, revision: str | None, trust_remote_code: boo
             f"cannot read the configuration of target {location.source!r}, looked for "
             f"{'on the hub' if location.directory is None else 'in that directory'}: {error}"
         ) from error
-
-
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """A name in `DTYPES` or a torch dtype -> torch dtype; 'auto' -> None, the checkpoint's own."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
-        return None
-    if dtype not in DTYPES:
-        raise DraftsmithError(f"dtype {dtype!r} is not supported for targets; use auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

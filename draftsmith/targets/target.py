@@ -11,12 +11,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.location import Location, locate, read_config, resolve_device, resolve_dtype
+from draftsmith.targets.location import Location, locate, read_config, resolve_device
 from draftsmith.targets.probe import check_ends
 from draftsmith.targets.taps import check_tap_ids, tap_layers
 
@@ -103,7 +104,7 @@ class Target:
         if fuse not in ("auto", "on", "off"):
             raise DraftsmithError(f"fuse is {fuse!r}; allowed are auto, on and off")
         location = locate(path)
-        resolved_device, resolved_dtype = resolve_device(device), resolve_dtype(dtype)
+        resolved_device, resolved_dtype = resolve_device(device), parse_dtype(dtype)
         config = read_config(location, revision, trust_remote_code)
         origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
