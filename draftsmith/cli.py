@@ -85,7 +85,8 @@ def capture(
         bool, typer.Option("--remask", help="Only write the data's new loss masks into the store; runs no target.")
     ] = False,
     foreign: Annotated[
-        Path | None, typer.Option("--import", help="Read these feature files of another project; runs no target.")
+        Path | None,
+        typer.Option("--import", help="Read these feature files of another project instead of running the target."),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--from", help="Whose files --import names: specforge, modelopt or speculators.")
@@ -305,7 +306,7 @@ def tune(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write. Left out: `RUN/tuned.json`.")] = None,
 ) -> None:
-    """Finds the block size, number of proposals and threshold that decode fastest on this machine.
+    """Finds the block size and the number of proposals that decode fastest on this machine.
 
     Answers `bench.prompts` at the first `bench.batch_size`, records what would be accepted at every token, measures
     what a cycle costs, and writes the best settings for `generate --tuned` and `bench --tuned`.
