@@ -38,7 +38,7 @@ class RolloutOptions(Options):
     def resolve(self, method: str, weight: Tensor) -> str:
         """`plain`, `dense` or `pruned`, for a head whose correction has the output matrix W2 `weight` [V, E]. Raises
         `DraftsmithError` where the wanted one cannot run."""
-        chosen = self.rollout
+        chosen: str = self.rollout
         if chosen == "auto":
             chosen = _by_kernels(weight) if self.tensor_parallel or weight.device.type == "cuda" else "plain"
         if chosen == "plain" and self.tensor_parallel:
