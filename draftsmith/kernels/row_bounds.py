@@ -51,6 +51,7 @@ class RowBounds(NamedTuple):
     sizes: Tensor
 
 
+@torch.no_grad()
 def row_bounds(weight: Tensor) -> RowBounds:
     """The bounds' side of every row: weight [V, E]. The directions are those along which its rows are largest. Numbers
     that are not finite raise `ValueError`."""
@@ -69,6 +70,7 @@ def row_bounds(weight: Tensor) -> RowBounds:
     return RowBounds(directions, torch.cat(along), _rounded_up(torch.cat(beside)), _rounded_up(torch.cat(sizes)))
 
 
+@torch.no_grad()
 def share_beside(weight: Tensor) -> float:
     """Of the squares of weight [V, E], the share that does not lie along the strongest directions."""
     strengths = torch.linalg.eigvalsh(_gram(weight.split(8192))).clamp(min=0.0)
