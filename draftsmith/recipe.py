@@ -74,14 +74,14 @@ class RunFiles:
         return self.run / "bench.jsonl"
 
     @property
+    def bench_page(self) -> Path:
+        """The report of `bench`, a page."""
+        return self.run / "bench.html"
+
+    @property
     def tuned(self) -> Path:
         """The settings that `tune` found."""
         return self.run / "tuned.json"
-
-    @property
-    def bench_page(self) -> Path:
-        """The same as a page."""
-        return self.run / "bench.html"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from draftsmith.bench.page import render_page
 from draftsmith.bench.records import PLAIN, BenchAnswer, BenchReport, Decoder, Round, ShownText, equal_tokens, lines
 from draftsmith.bench.shown import show
 from draftsmith.data.prompts import Prompt
+from draftsmith.decoding.request import Request
 from draftsmith.decoding.rng import row_seeds
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Progress, SilentProgress, Stage
@@ -195,7 +196,7 @@ class _Bench:
     def _ids(self, member: int, turn: int, answers: list[list[int]]) -> list[int]:
         return self.chat.prompt_ids(self.prompts[member], turn, answers)
 
-    def _request(self, turn: _Turn) -> Any:
+    def _request(self, turn: _Turn) -> Request:
         seeds = row_seeds(turn.seed, len(self.prompts))
         return request(turn.prompt_ids, [seeds[m] for m in turn.members], self.options, self.stop_token_ids)
 

@@ -17,6 +17,7 @@ from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.anchors import Anchored, anchored, replay
 from draftsmith.bench.decoders import DraftEntry, RunningDecoder, request
 from draftsmith.bench.options import BenchOptions
+from draftsmith.decoding.request import Request
 from draftsmith.decoding.tuning import Tuning
 from draftsmith.drafts.config import DraftConfigError
 from draftsmith.drafts.draft import Draft
@@ -167,8 +168,9 @@ def tune(
     )
 
 
-def _cycle_seconds(decoder: RunningDecoder, ask: Any, repeats: int) -> float:
-    """Seconds of one cycle: the fastest of the repeats, after one run to warm up."""
+def _cycle_seconds(decoder: RunningDecoder, ask: Request, repeats: int) -> float:
+    """Seconds of one cycle: the fastest of the repeats, after one run to warm up. Raises `DraftsmithError` where an
+    answer holds none."""
     decoder.timed(ask)
     found = []
     for _ in range(max(repeats, 2)):

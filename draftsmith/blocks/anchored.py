@@ -11,7 +11,7 @@ from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.sight import Sight, sight
 from draftsmith.drafts.attention import AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.tile_rows import rows_of_a_block
+from draftsmith.kernels.block_rows import rows_of_a_block
 
 if TYPE_CHECKING:
     from draftsmith.kernels.anchored_attention import Runs, Tiling
