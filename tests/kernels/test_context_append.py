@@ -38,16 +38,16 @@ def test_context_append(dtype: torch.dtype, dim: int, rotary: int, kv_heads: int
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {
-            **{"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4, "attention_sinks": True},
-            **{"causal": True, "input_embedding_scale": 2.0},
+        {"num_layers": 1},
+        {  # causal in the block, and not
+            **{"num_layers": 2, "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4},
+            **{"attention_sinks": True, "input_embedding_scale": 2.0},
         },
     ],
 )
 def test_the_fused_pass_equals_the_drafts_own_modules(options: dict[str, Any]) -> None:
     target = tiny_target("qwen3")
-    draft = tiny_draft(target, num_layers=2, block_size=3, **options).to(DEVICE)
+    draft = tiny_draft(target, block_size=3, **options).to(DEVICE)
     taps = torch.randn(2, 6, 2 * target.hidden_size, device=DEVICE)
     start = torch.tensor([0, 3], device=DEVICE)
     embeddings = torch.randn(2, 3, target.hidden_size, device=DEVICE)
