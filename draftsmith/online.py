@@ -118,6 +118,7 @@ class _Cache:
         self._finish_if_whole()
 
     def keep(self, records: Sequence[Record]) -> None:
+        """Stores the records that are not there yet; once all are, the cache is a store."""
         for record in records:
             if self._writer is not None and record.sample_id in self._missing:
                 # Rounded already, to what encoding gives again.

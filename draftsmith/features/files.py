@@ -74,14 +74,17 @@ class Pieces:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of every piece."""
         return self.pieces[0].dtype
 
     @property
     def shape(self) -> list[int]:
+        """Of the whole tensor."""
         return [sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:]]
 
     @property
     def bytes(self) -> int:
+        """Of the whole tensor."""
         return sum(piece.numel() * piece.element_size() for piece in self.pieces)
 
 

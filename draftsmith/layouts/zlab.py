@@ -231,6 +231,8 @@ def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def renamed(tensors: dict[str, Tensor], other_names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
+    """The tensors by canonical names; other_names: (prefix of another writer, canonical prefix). Raises `LayoutError` for
+    two tensors that mean the same."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         canonical = next((new + name.removeprefix(old) for old, new in other_names if name.startswith(old)), name)
@@ -268,6 +270,8 @@ def _sinks(fields: Fields, tensors: dict[str, Tensor]) -> bool:
 
 
 def read_dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[str]) -> str | None:
+    """The dtype that the files declare, or, with a note, the one that all tensors hold. Raises `LayoutError` for two
+    that differ, and for tensors of several dtypes of which none is declared."""
     names: set[str] = set()
     for name in ("dtype", "torch_dtype"):
         value = config.get(name)

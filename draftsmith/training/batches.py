@@ -55,6 +55,7 @@ class MicroBatch:
     work: Work
 
     def to(self, device: torch.device) -> "MicroBatch":
+        """The same on `device`; shapes and dtypes stay."""
         return replace(self, packed=self.packed.to(device), blocks=self.blocks.to(device))
 
     def pin_memory(self) -> "MicroBatch":
@@ -141,6 +142,7 @@ class StepPlan:
         self.rows: Callable[[int], Rows] = rows
 
     def steps_in(self, epoch: int) -> int:
+        """Optimiser steps of one epoch."""
         return -(-len(self.rows(epoch)) // self._rows_per_step)
 
     def following(self, epoch: int, step_in_epoch: int) -> tuple[int, int]:

@@ -60,6 +60,7 @@ class Checkpoint:
 
     @property
     def sharded(self) -> bool:
+        """Whether several processes wrote their parts of it."""
         return (self.directory / SHARDS).is_dir()
 
     def weights(self) -> dict[str, Tensor]:
@@ -205,6 +206,7 @@ class RunCheckpoints:
         return found
 
     def latest(self) -> Checkpoint | None:
+        """The whole checkpoint of the highest step, or None; damaged ones are left out, with a warning."""
         checkpoints = self.all()
         return checkpoints[-1] if checkpoints else None
 

@@ -20,6 +20,7 @@ class Clock:
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, tokens: Tensor, flops: Tensor) -> None:
+        """Counts tokens and FLOP, scalars on the device, of all processes."""
         self._totals += torch.stack((tokens, flops))
 
     def totals(self) -> tuple[float, float]:
@@ -29,10 +30,12 @@ class Clock:
 
     @property
     def seconds(self) -> float:
+        """Since the creation, less what was `stopped`."""
         return time.perf_counter() - self._started
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
+        """While open, time does not count."""
         before = time.perf_counter()
         yield
         self._started += time.perf_counter() - before

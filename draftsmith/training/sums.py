@@ -18,6 +18,7 @@ class Sums:
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
+        """Adds a pair of one shape, scalar or [P], to those of this name; nothing is recorded by autograd."""
         numerator, denominator = numerator.detach().double(), denominator.detach().double()
         if name in self._pairs:
             numerator, denominator = self._pairs[name][0] + numerator, self._pairs[name][1] + denominator
@@ -52,10 +53,12 @@ class Sums:
         return result
 
     def state_dict(self) -> dict[str, list[Tensor]]:
+        """The sums on the CPU, for a checkpoint."""
         return {name: [tensor.cpu() for tensor in pair] for name, pair in self._pairs.items()}
 
     @classmethod
     def from_state(cls, state: dict[str, list[Tensor]], device: torch.device) -> "Sums":
+        """What `state_dict` gave, on `device`."""
         sums = cls()
         for name, (numerator, denominator) in state.items():
             sums.add(name, numerator.to(device), denominator.to(device))

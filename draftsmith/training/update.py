@@ -44,6 +44,7 @@ class Updater:
             }
 
     def clear(self) -> None:
+        """Forgets the gradients; the next backward makes new ones."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def apply(self, numerator: Tensor, denominator: Tensor, rate: float) -> Update:
