@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.rms_norm import plain_norm
+
 
 def context_append_reference(
     keys_values: Tensor, k_weights: Tensor, rope_table: Tensor, start: Tensor, cache: Tensor, *, eps: float
@@ -14,9 +16,7 @@ def context_append_reference(
     layers, _, _, kv_heads, _, dim = cache.shape
     batch, width, _ = keys_values.shape
     split = keys_values.view(batch, width, layers, 2, kv_heads, dim).permute(2, 3, 0, 4, 1, 5)
-    wide = split[:, 0].float()  # [layers, batch, kv_heads, w, dim]
-    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(cache.dtype)
-    keys = k_weights.view(layers, 1, 1, 1, dim) * normed
+    keys = plain_norm(split[:, 0], k_weights.view(layers, 1, 1, 1, dim), eps)  # [layers, batch, kv_heads, w, dim]
     positions = start[:, None] + torch.arange(width, device=start.device)  # [batch, w]
     rotary = rope_table.shape[1] // 2
     cos, sin = (t[:, None].to(cache.dtype) for t in rope_table[positions].split(rotary, dim=-1))

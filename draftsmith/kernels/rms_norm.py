@@ -28,7 +28,8 @@ def rms_norm_reference(
 
 
 def plain_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-    """RMS norm of x [..., H] with a weight [H], as Llama's (or with `unit_offset` Gemma's) code computes it.
+    """RMS norm of x [..., H] with a weight [H], or one for each of some leading indices, as Llama's (or with
+    `unit_offset` Gemma's) code computes it.
 
     What the kernels are held to, targets' and drafts' alike, so it knows neither's modules. A draft's own `RMSNorm`
     also runs in fp64 and under autocast; that the two agree is tested where a draft's fused pass is.

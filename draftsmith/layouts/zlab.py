@@ -231,8 +231,8 @@ def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def renamed(tensors: dict[str, Tensor], other_names: tuple[tuple[str, str], ...]) -> dict[str, Tensor]:
-    """The tensors by canonical names; other_names: (prefix of another writer, canonical prefix). Raises `LayoutError` for
-    two tensors that mean the same."""
+    """The tensors by canonical names; other_names: (prefix of another writer, canonical prefix). Raises `LayoutError`
+    for two tensors that mean the same."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         canonical = next((new + name.removeprefix(old) for old, new in other_names if name.startswith(old)), name)
