@@ -11,9 +11,6 @@ them, so the keys agree bit for bit. How good L is decides only how many rows ar
 the first step. So the vocabulary is cut into groups, and the few best of each group by base alone (`leaders`) are read
 without asking, while the kernel before this one still computes the latent; L is the score of the best of them all. Rows
 that the bound leaves and that are not leaders are read after it. The order decides nothing but time.
-
-**Several rows of a batch** are searched by one program, each by its own bounds; a row of W2 that one of them is left is
-read once and scored for all. Rows of a batch mostly leave the same ones, those with common tokens.
 """
 
 from typing import Any, NamedTuple
@@ -40,10 +37,8 @@ MAX_BESIDE = 0.1
 """Of W2's squares, the largest share beside its strongest directions with which leaving rows out is expected to pay. A
 trained head had 0.04; of random numbers with E = 256 it is 0.94."""
 
-MAX_TOGETHER = 8
-"""The most rows of a batch that one program searches for."""
 COLUMNS = 16
-"""Of the latents in a product, some of them empty; matrix units want so many."""
+"""Of the latent in a product, all of them one row's; matrix units want several."""
 KEPT_BYTES = 2048
 """Of shared memory beside a product's: sums over a program's tokens."""
 
@@ -166,38 +161,29 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     base_ptr, weight_ptr, latent_ptr, previous_ptr, keys_ptr,
     directions_ptr, along_ptr, beside_ptr, sizes_ptr, ids_ptr, limits_ptr, firsts_ptr, scratch_ptr, read_ptr,
     base_stride, ids_stride, limits_stride, firsts_stride, vocab, rank, groups, first_id, slack, underflow,
-    batch, SPAN: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, LEADERS: tl.constexpr, FIRSTS: tl.constexpr, OWN: tl.constexpr, DIRECTIONS: tl.constexpr,
-    GATHER: tl.constexpr, REPORT: tl.constexpr, OVERLAP: tl.constexpr,
+    SPAN: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr, LEADERS: tl.constexpr, FIRSTS: tl.constexpr, DIRECTIONS: tl.constexpr,
+    COLUMNS: tl.constexpr, GATHER: tl.constexpr, REPORT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
-    first_row = tl.program_id(1).to(tl.int64) * ROWS
+    row = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK_E)
     dim_ok = dims < rank
-    columns = tl.arange(0, COLUMNS)
-    rows = first_row + columns
-    row_ok = (columns < ROWS) & (rows < batch)
-    # What is known before the step, on its way while the latents are still being made: the first lines of a tile are
-    # those that give L, the next ones this span's leaders.
+    base_ptr += row * base_stride
+    # What is known before the step, on its way while the latent is still being made: the first rows of a tile are those
+    # that give L, the next ones this span's leaders.
     place = tl.arange(0, TILE)
-    is_first = (place < ROWS * FIRSTS) & (first_row + place // FIRSTS < batch)
-    some = tl.load(
-        firsts_ptr + (first_row + place // FIRSTS) * firsts_stride + place % FIRSTS, mask=is_first, other=0
-    )  # fmt: skip
-    listed = is_first
-    if OWN > 0:
-        own = place - ROWS * FIRSTS
-        of_row = first_row + own // OWN
-        leader = part * OWN + own % OWN
-        is_own = (own >= 0) & (own < ROWS * OWN) & (of_row < batch) & (leader < groups * LEADERS)
-        some += tl.load(ids_ptr + of_row * ids_stride + leader, mask=is_own, other=0)
-        listed = is_first | is_own
+    own = part * (SPAN // GROUP * LEADERS) + place - FIRSTS
+    is_first = place < FIRSTS
+    is_own = (is_first == 0) & (place < FIRSTS + SPAN // GROUP * LEADERS) & (own < groups * LEADERS)
+    some = tl.load(firsts_ptr + row * firsts_stride + place, mask=is_first, other=0)
+    some += tl.load(ids_ptr + row * ids_stride + own, mask=is_own, other=0)
+    listed = is_first | is_own
     weight = tl.load(
         weight_ptr + some.to(tl.int64)[:, None] * rank + dims[None, :],
         mask=listed[:, None] & dim_ok[None, :], other=0.0,
     )  # fmt: skip
-    both_ok = listed[:, None] & row_ok[None, :]
-    some_base = tl.load(base_ptr + rows[None, :] * base_stride + some[:, None], mask=both_ok, other=0.0).to(tl.float32)
+    some_base = tl.load(base_ptr + some, mask=listed, other=0.0).to(tl.float32)
     tokens = part * SPAN + tl.arange(0, SPAN)
     token_ok = tokens < vocab
     beside = tl.load(beside_ptr + tokens, mask=token_ok, other=0.0)
@@ -206,56 +192,39 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     directions = tl.load(directions_ptr + ways[:, None] * rank + dims[None, :], mask=dim_ok[None, :], other=0.0)
     along_offset = tokens.to(tl.int64)[:, None] * DIRECTIONS + ways[None, :]
     along = tl.load(along_ptr + along_offset, mask=token_ok[:, None], other=0.0)
-    few = tl.arange(0, ROWS)
-    base_offset = (first_row + few)[None, :] * base_stride + tokens[:, None]
-    base_ok = token_ok[:, None] & (first_row + few < batch)[None, :]
-    bases = tl.load(base_ptr + base_offset, mask=base_ok, other=0.0).to(tl.float32)
-    unread = base_ok
-    if OWN > 0:
-        limit_offset = (first_row + few)[None, :] * limits_stride + (tokens // GROUP)[:, None]
-        limits = tl.load(limits_ptr + limit_offset, mask=base_ok, other=0)
-        unread = (pack_keys_in_kernel(bases, tokens[:, None]) < limits) | (base_ok == 0)
-        # A leader of any row has been read for all.
-        unread = tl.broadcast_to((tl.min(unread.to(tl.int32), 1) > 0)[:, None], [SPAN, ROWS]) & base_ok
+    base = tl.load(base_ptr + tokens, mask=token_ok, other=0.0).to(tl.float32)
+    limit = tl.load(limits_ptr + row * limits_stride + tokens // GROUP, mask=token_ok, other=0)
+    behind = token_ok & (pack_keys_in_kernel(base, tokens) < limit)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    latent_rows = rows
+    latent_row = row
     if GATHER:
-        latent_rows = key_ids_in_kernel(tl.load(previous_ptr + rows, mask=row_ok, other=0xFFFFFFFF))
-    latent_ok = dim_ok[:, None] & row_ok[None, :]
-    latents = tl.load(latent_ptr + latent_rows[None, :] * rank + dims[:, None], mask=latent_ok, other=0.0)
+        latent_row = key_ids_in_kernel(tl.load(previous_ptr + row))
+    latent = tl.load(latent_ptr + latent_row * rank + dims, mask=dim_ok, other=0.0)
+    columns = tl.broadcast_to(latent[:, None], [BLOCK_E, COLUMNS])
+    wide = latent.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 0)
+    scaled = wide / tl.where(largest == 0.0, 1.0, largest)
+    length = tl.sqrt(tl.sum(scaled * scaled, 0))
 
-    score = tl.dot(weight, latents, input_precision="ieee") + some_base
-    lowers = tl.max(tl.where(is_first[:, None], score, float("-inf")), 0)
-    key = tl.where(listed[:, None], pack_keys_in_kernel(score, (some + first_id)[:, None]), -9223372036854775808)
+    score = tl.dot(weight, columns, input_precision="ieee") + tl.broadcast_to(some_base[:, None], [TILE, COLUMNS])
+    score = tl.max(score, 1)
+    lower = tl.max(tl.where(is_first, score, float("-inf")), 0)
+    key = tl.where(listed, pack_keys_in_kernel(score, some + first_id), -9223372036854775808)
     best = tl.max(key, 0)
 
-    keep = tokens < 0
-    for row in tl.static_range(ROWS):
-        whose = tl.minimum(first_row + row, batch - 1)  # the last row again where there are no more
-        latent_row = whose
-        if GATHER:
-            latent_row = key_ids_in_kernel(tl.load(previous_ptr + whose))
-        wide = tl.load(latent_ptr + latent_row * rank + dims, mask=dim_ok, other=0.0).to(tl.float32)
-        largest = tl.max(tl.abs(wide), 0)
-        scaled = wide / tl.where(largest == 0.0, 1.0, largest)
-        length = tl.sqrt(tl.sum(scaled * scaled, 0))
-        turned = tl.sum(directions.to(tl.float32) * scaled[None, :], 1)
-        base = tl.sum(tl.where((first_row + few == whose)[None, :], bases, 0.0), 1)
-        lower = tl.max(tl.where(rows == whose, lowers, float("-inf")), 0)
-        reach = largest * (tl.sum(along.to(tl.float32) * turned[None, :], 1) + length * beside)
-        bound = base + (reach + (slack * (tl.abs(base) + length * sizes * largest) + underflow))
-        able = token_ok & ((bound < lower) == 0)
-        if REPORT:
-            once = (first_row + row == whose).to(tl.int32)
-            tl.atomic_add(read_ptr + whose, once * tl.sum(able.to(tl.int32), 0))
-        keep = keep | able
-    keep = keep & (tl.max(unread.to(tl.int32), 1) > 0)
+    turned = tl.sum(directions.to(tl.float32) * scaled[None, :], 1)
+    reach = largest * (tl.sum(along.to(tl.float32) * turned[None, :], 1) + length * beside)
+    bound = base + (reach + (slack * (tl.abs(base) + length * sizes * largest) + underflow))
+    able = (bound < lower) == 0
+    if REPORT:
+        tl.atomic_add(read_ptr + row, tl.sum((token_ok & able).to(tl.int32), 0))
+    keep = behind & able
     kept = keep.to(tl.int32)
     count = tl.sum(kept, 0)
     if count > 0:
-        scratch_ptr += (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + part) * SPAN
+        scratch_ptr += (row * tl.num_programs(0) + part) * SPAN
         tl.store(scratch_ptr + tl.cumsum(kept, 0) - 1, tokens, mask=keep)
         tl.debug_barrier()
         found = tl.full([TILE, COLUMNS], -9223372036854775808, tl.int64)
@@ -265,18 +234,17 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
             left = tl.load(scratch_ptr + index, mask=index_ok, other=0)
             offset = left.to(tl.int64)[:, None] * rank + dims[None, :]
             rest = tl.load(weight_ptr + offset, mask=index_ok[:, None] & dim_ok[None, :], other=0.0)
-            left_offset = rows[None, :] * base_stride + left[:, None]
-            left_ok = index_ok[:, None] & row_ok[None, :]
-            left_base = tl.load(base_ptr + left_offset, mask=left_ok, other=0.0).to(tl.float32)
-            left_score = tl.dot(rest, latents, input_precision="ieee") + left_base
+            left_base = tl.load(base_ptr + left, mask=index_ok, other=0.0).to(tl.float32)
+            left_base = tl.broadcast_to(left_base[:, None], [TILE, COLUMNS])
+            left_score = tl.dot(rest, columns, input_precision="ieee") + left_base
             left_key = pack_keys_in_kernel(left_score, (left + first_id)[:, None])
             found = tl.maximum(found, tl.where(index_ok[:, None], left_key, -9223372036854775808))
-        best = tl.maximum(best, tl.max(found, 0))
-        tl.atomic_max(keys_ptr + rows, best, mask=row_ok)
+        best = tl.maximum(best, tl.max(tl.max(found, 1), 0))
+        tl.atomic_max(keys_ptr + row, best)
     else:
-        # The first span speaks for the lines that gave L; another has something to say if one of its own is better.
-        said = tl.max(tl.where((is_first & (part > 0))[:, None], key, -9223372036854775808), 0)
-        tl.atomic_max(keys_ptr + rows, best, mask=row_ok & (best > said))
+        # The first span speaks for the rows that gave L; another has something to say if one of its own is better.
+        top = tl.max(tl.where(is_first, key, -9223372036854775808), 0)
+        tl.atomic_max(keys_ptr + row, best, mask=(part == 0) | (best > top))
 
 
 def pruned_low_rank_argmax(
@@ -320,22 +288,16 @@ def pruned_low_rank_argmax(
     widest = widest_rank(weight.element_size(), base.device)
     if rank > widest:
         raise ValueError(f"rows of {rank} {weight.dtype} are too long; on this device the kernel takes up to {widest}")
-    together = min(MAX_TOGETHER, triton.next_power_of_2(batch))
-    firsts = min(FIRSTS, tile // together)
-    own = span // GROUP * LEADERS
-    if together * (firsts + own) > tile:
-        own = 0  # no leaders then: rows that the bound leaves are read after it
     if span % GROUP or span // GROUP * LEADERS + FIRSTS > tile:
         raise ValueError(f"span is {span}; allowed: a multiple of {GROUP} whose leaders fit a tile of {tile}")
     parts = triton.cdiv(vocab, span)
-    groups_of_rows = triton.cdiv(batch, together)
-    scratch = torch.empty(groups_of_rows * parts * span, dtype=torch.int32, device=base.device)
-    _pruned_kernel[(parts, groups_of_rows)](
+    scratch = torch.empty(batch * parts * span, dtype=torch.int32, device=base.device)
+    _pruned_kernel[(parts, batch)](
         base, weight, latent, keys if previous is None else previous, keys, *bounds, *leaders, scratch,
         scratch if read is None else read, base.stride(0), *(part.stride(0) for part in leaders), vocab, rank, groups,
-        first_id, slack(rank), UNDERFLOW, batch,
-        SPAN=span, TILE=tile, BLOCK_E=padded_rank(rank), ROWS=together, COLUMNS=COLUMNS,
-        GROUP=GROUP, LEADERS=LEADERS, FIRSTS=firsts, OWN=own, DIRECTIONS=DIRECTIONS,
+        first_id, slack(rank), UNDERFLOW,
+        SPAN=span, TILE=tile, BLOCK_E=padded_rank(rank), COLUMNS=COLUMNS,
+        GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS, DIRECTIONS=DIRECTIONS,
         GATHER=previous is not None, REPORT=read is not None, num_warps=warps,
         **overlapping(base.device, overlap),
     )  # fmt: skip

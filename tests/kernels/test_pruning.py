@@ -136,9 +136,7 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab:
     assert torch.equal(key_ids(pruned), key_ids(dense))
     lower = low_rank_scores(base, weight, latent).gather(-1, few.firsts.long()).amax(-1, keepdim=True)
     left = (~(upper_bounds(base, bounds, latent) < lower)).sum(-1)
-    assert (read - left <= 2).all(), "but for bounds that rounding moves across the limit"
-    if batch == 1:  # among several rows, the others' firsts may give a better lower bound
-        assert (left - read <= 2).all()
+    assert ((read - left).abs() <= 2).all(), "but for bounds that rounding moves across the limit"
     if maker is clear_top:
         assert (read <= 2).all()
     if maker is equal_rows:
