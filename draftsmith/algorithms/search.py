@@ -24,7 +24,7 @@ from draftsmith.kernels.row_bounds import RowBounds, row_bounds
 from draftsmith.targets.ends import TargetEnds
 
 PRUNED_ROWS = 2
-"""The most rows of a batch for which kernels leave rows of W2 out: each is searched for itself, so that more of them take
+"""The most rows of a batch for which kernels leave rows of W2 out: each is searched for itself, so that more take
 longer than all together without bounds."""
 
 
