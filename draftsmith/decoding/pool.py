@@ -75,7 +75,7 @@ class SlotPool:
         for slot, answer in enumerate(answers, begin):
             self.occupants[slot] = answer
             self.prefilling.add(slot)
-        self.state.rows(begin, begin + len(answers)).place(answers)
+        self.state.place(begin, answers)
 
     def release(self, slots: list[int]) -> None:
         """Takes rows out. What steps still compute for their slots lies at the very beginning of the caches."""

@@ -81,17 +81,28 @@ class DecodingState:
         """Each row's sampling options."""
         return RowSampling(self.temperature, self.top_k, self.top_p, bounds)
 
-    def place(self, answers: Sequence[Answer]) -> None:
-        """Puts rows into these slots, as many, as they are before their prompts are read."""
+    def place(self, first: int, answers: Sequence[Answer]) -> None:
+        """Puts rows into the slots from `first` on, as they are before their prompts are read."""
         packed = slot_state.pack_rows(
-            [(len(a.prompt), a.limit, a.seed, len(a.stop_token_ids), a.sampling.top_k) for a in answers],
-            [answer.sampling.fp32_temperature for answer in answers],
-            [answer.sampling.top_p for answer in answers],
+            [
+                (
+                    len(a.prompt),
+                    a.limit,
+                    a.seed,
+                    len(a.stop_token_ids),
+                    chosen.top_k,
+                    chosen.fp32_temperature,
+                    chosen.top_p,
+                )
+                for a in answers
+                for chosen in (a.sampling,)
+            ],
             [answer.stop_token_ids for answer in answers],
             [answer.prompt for answer in answers],
         )
         slot_state.place_rows(
             to_device(packed, self.length.device),
+            first,
             max(len(answer.stop_token_ids) for answer in answers),
             tokens=self.tokens,
             length=self.length,

@@ -6,6 +6,8 @@ they mean is said where they are kept (`draftsmith.decoding.state`). Plain PyTor
 kernels are in `slot_state_triton`, and used on a CUDA device.
 """
 
+import struct
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -23,30 +25,30 @@ top_p."""
 
 
 def pack_rows(
-    numbers: Sequence[Sequence[int]],
-    temperatures: Sequence[float],
-    top_ps: Sequence[float],
+    numbers: Sequence[tuple[int, int, int, int, int, float, float]],
     stop_ids: Sequence[Sequence[int]],
     prompts: Sequence[Sequence[int]],
 ) -> Tensor:
     """What `place_rows` reads of rows that come in: [rows, PACKED_HEADER + stops + longest prompt] int64 on the host.
 
-    numbers: the header's first five of each row; temperatures are stored as the bits of fp32, top_ps of fp64. Stop ids
+    numbers: the header of each row; its temperature is stored as the bits of fp32, its top_p of fp64. Stop ids
     and prompts are padded with zeros to the longest.
     """
     stops, longest = max(len(row) for row in stop_ids), max(len(row) for row in prompts)
-    lines = [
-        [*header, 0, 0, *stop, *[0] * (stops - len(stop)), *prompt, *[0] * (longest - len(prompt))]
-        for header, stop, prompt in zip(numbers, stop_ids, prompts, strict=True)
-    ]
-    packed = torch.tensor(lines, dtype=torch.int64)
-    packed[:, 5] = torch.tensor(temperatures, dtype=torch.float32).view(torch.int32)
-    packed[:, 6] = torch.tensor(top_ps, dtype=torch.float64).view(torch.int64)
-    return packed
+    # An array is read at once; a list is looked at number by number.
+    packed = array("q")
+    for (*header, temperature, top_p), stop, prompt in zip(numbers, stop_ids, prompts, strict=True):
+        packed.extend(header)
+        packed.frombytes(struct.pack("=fid", temperature, 0, top_p))
+        packed.extend((*stop, *[0] * (stops - len(stop))))
+        packed.extend(prompt)
+        packed.extend([0] * (longest - len(prompt)))
+    return torch.frombuffer(packed, dtype=torch.int64).view(len(prompts), -1)
 
 
 def place_rows_reference(
     packed: Tensor,
+    first: int,
     stops: int,
     *,
     tokens: Tensor,
@@ -65,30 +67,32 @@ def place_rows_reference(
     invalid_draft: Tensor,
 ) -> None:
     """Plain PyTorch for `place_rows`."""
+    slots = slice(first, first + len(packed))
     for column, numbers in enumerate((length, limit, seeds, stop_count, top_k)):
-        numbers.copy_(packed[:, column])
-    temperature.copy_(packed[:, 5].int().view(torch.float32))
-    top_p.copy_(packed[:, 6].contiguous().view(torch.float64))
-    stop_ids[:, :stops].copy_(packed[:, PACKED_HEADER : PACKED_HEADER + stops])
+        numbers[slots] = packed[:, column]
+    temperature[slots] = packed[:, 5].int().view(torch.float32)
+    top_p[slots] = packed[:, 6].contiguous().view(torch.float64)
+    stop_ids[slots, :stops] = packed[:, PACKED_HEADER : PACKED_HEADER + stops]
     prompts = packed[:, PACKED_HEADER + stops :]
-    tokens[:, : prompts.shape[1]].copy_(prompts)
-    read.zero_()
+    tokens[slots, : prompts.shape[1]] = prompts
+    read[slots] = 0
     for flags in (stopped, invalid_target, invalid_draft):
-        flags.fill_(False)
-    finished.fill_(True)
+        flags[slots] = False
+    finished[slots] = True
 
 
-def place_rows(packed: Tensor, stops: int, **state: Tensor) -> None:
-    """Writes rows that come in over the slots' former ones, as they are before their prompts are read.
+def place_rows(packed: Tensor, first: int, stops: int, **state: Tensor) -> None:
+    """Writes rows that come in over the former ones of the slots from `first` on, as they are before their prompts are
+    read.
 
-    packed [slots, ...] int64: `pack_rows` on the slots' device, of rows with `stops` stop ids, padding included.
-    `state`: the other tensors, by their names in `place_rows_reference`; temperature [slots] fp32, top_p [slots] fp64,
-    read, seeds, top_k [slots] int64.
+    packed [rows, ...] int64: `pack_rows` on the slots' device, of rows with `stops` stop ids, padding included.
+    `state`: the other tensors, of all slots, by their names in `place_rows_reference`; temperature [slots] fp32, top_p
+    [slots] fp64, read, seeds, top_k [slots] int64.
     """
     run = place_rows_reference
     if packed.is_cuda:
         from draftsmith.kernels.slot_state_triton import place_rows as run
-    run(packed, stops, **state)
+    run(packed, first, stops, **state)
 
 
 def open_step_reference(

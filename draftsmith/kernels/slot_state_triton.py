@@ -13,14 +13,15 @@ _FINISHED, _STOPPED = tl.constexpr(slot_state.FINISHED), tl.constexpr(slot_state
 _INVALID_TARGET, _INVALID_DRAFT = tl.constexpr(slot_state.INVALID_TARGET), tl.constexpr(slot_state.INVALID_DRAFT)
 
 
-@triton.jit(do_not_specialize=["stops", "longest"])
+@triton.jit(do_not_specialize=["first", "stops", "longest"])
 def _place_kernel(  # type: ignore[no-untyped-def]
     packed_ptr, tokens_ptr, length_ptr, limit_ptr, finished_ptr, stopped_ptr, read_ptr, seeds_ptr, stop_ids_ptr,
     stop_count_ptr, temperature_ptr, top_k_ptr, top_p_ptr, invalid_target_ptr, invalid_draft_ptr,
-    packed_stride, tokens_stride, stop_stride, stops, longest, HEADER: tl.constexpr, BLOCK: tl.constexpr,
+    packed_stride, tokens_stride, stop_stride, first, stops, longest, HEADER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0).to(tl.int64)
-    packed = packed_ptr + slot * packed_stride
+    row = tl.program_id(0).to(tl.int64)
+    slot = first + row
+    packed = packed_ptr + row * packed_stride
     tl.store(length_ptr + slot, tl.load(packed))
     tl.store(limit_ptr + slot, tl.load(packed + 1))
     tl.store(seeds_ptr + slot, tl.load(packed + 2))
@@ -45,6 +46,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 def place_rows(
     packed: Tensor,
+    first: int,
     stops: int,
     *,
     tokens: Tensor,
@@ -63,9 +65,9 @@ def place_rows(
     invalid_draft: Tensor,
 ) -> None:
     """As `slot_state.place_rows`."""
-    _place_kernel[(len(length),)](
+    _place_kernel[(len(packed),)](
         packed, tokens, length, limit, finished, stopped, read, seeds, stop_ids, stop_count, temperature, top_k, top_p,
-        invalid_target, invalid_draft, packed.stride(0), tokens.stride(0), stop_ids.stride(0), stops,
+        invalid_target, invalid_draft, packed.stride(0), tokens.stride(0), stop_ids.stride(0), first, stops,
         packed.shape[1] - slot_state.PACKED_HEADER - stops, HEADER=slot_state.PACKED_HEADER, BLOCK=1024, num_warps=4,
     )  # fmt: skip
 

@@ -41,23 +41,30 @@ def test_place_rows(stops: int) -> None:
     generator = torch.Generator().manual_seed(stops)
     prompts = [torch.randint(99, (length,), generator=generator).tolist() for length in (1, 1100, 17)]
     stop_ids = [list(range(40, 40 + min(stops, row))) for row in range(2)] + [[7, 8, 9][:stops]]
-    numbers = [(len(prompt), 1200, 2**63 - 1 - row, len(stop_ids[row]), 5 * row) for row, prompt in enumerate(prompts)]
     temperatures, top_ps = [0.0, 0.9, 1e-30], [1.0, 0.95, 1e-9]
-    packed = slot_state.pack_rows(numbers, temperatures, top_ps, stop_ids, prompts).to(DEVICE)
+    numbers = [
+        (len(prompt), 1200, 2**63 - 1 - row, len(stop_ids[row]), 5 * row, temperatures[row], top_ps[row])
+        for row, prompt in enumerate(prompts)
+    ]
+    packed = slot_state.pack_rows(numbers, stop_ids, prompts).to(DEVICE)
     results = []
     for run in (slot_state.place_rows_reference, slot_state_triton.place_rows):
-        state = {name: tensor[2:5].clone() for name, tensor in random_state(4, 0).items() if name != "report"}
+        state = {name: tensor for name, tensor in random_state(4, 0).items() if name != "report"}
         for name, dtype in (("temperature", torch.float32), ("top_p", torch.float64)):
-            state[name] = torch.full((3,), 0.5, dtype=dtype, device=DEVICE)
-        state |= {name: torch.full((3,), 77, device=DEVICE) for name in ("read", "seeds", "top_k")}
-        state["tokens"] = torch.full((3, 1204), 5, device=DEVICE)
-        run(packed, stops, **state)
+            state[name] = torch.full((SLOTS,), 0.5, dtype=dtype, device=DEVICE)
+        state |= {name: torch.full((SLOTS,), 77, device=DEVICE) for name in ("read", "seeds", "top_k")}
+        state["tokens"] = torch.full((SLOTS, 1204), 5, device=DEVICE)
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        run(packed, 2, stops, **state)
         results.append(state)
     expected, found = results
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+        assert torch.equal(tensor[:2], before[name][:2])
+        assert torch.equal(tensor[5:], before[name][5:])
+    found = {name: tensor[2:5] for name, tensor in found.items()}
     columns = [found[name].tolist() for name in ("length", "limit", "seeds", "stop_count", "top_k")]
-    assert list(zip(*columns, strict=True)) == numbers
+    assert list(zip(*columns, strict=True)) == [header[:5] for header in numbers]
     assert found["temperature"].tolist() == torch.tensor(temperatures).tolist()
     assert found["top_p"].tolist() == top_ps
     assert found["finished"].all()
