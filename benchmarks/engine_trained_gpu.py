@@ -29,6 +29,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 
 DEVICE = "cuda"
+EAGER_TOKENS = 40
 LENGTHS = (16, 60, 100, 130, 180, 250, 380, 500, 2000)
 
 
@@ -166,10 +167,12 @@ def trained(arguments: argparse.Namespace) -> None:
     say(part="eager prompts", speculative_over_plain=round(bare_speed.whole / bare_plain.whole, 3))
     width = speculative.stepper.width
     at_width, _ = measured("plain at the verify width", engine(False, verify_width=width), requests)
-    eager, _ = measured("speculative, eager", engine(True, graphs="off"), few[:2])
+    begun = [replace(request, max_new_tokens=EAGER_TOKENS) for request in few[:2]]
+    eager, _ = measured("speculative, eager", engine(True, graphs="off"), begun)
+    begins = [replace(row, token_ids=row.token_ids[:EAGER_TOKENS]) for row in with_draft]
     say(
         part="equal", as_plain_at_the_verify_width=_same(with_draft, at_width), as_plain=_same(with_draft, alone),
-        as_eager=_same(with_draft, eager), as_eager_prompts=_same(with_draft, bare),
+        as_eager=_same(begins, eager), as_eager_prompts=_same(with_draft, bare),
         fused_draft_relative_difference=round(_draft_difference(target, draft), 5),
     )  # fmt: skip
     prompts_alone(target, draft)
