@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -179,7 +180,8 @@ def test_resumed_shards_are_bit_identical(tmp_path, sparse):
     options = {**OPTIONS, "parallel": "fsdp", "save_every": 4, "keep_last": 3}
     job = {"store": sparse, "options": options, "draft": METHODS["domino"]}
     straight, resumed = (str(tmp_path / name) for name in ("straight", "resumed"))
-    run_group(2, [{**job, "run_dir": straight}, {**job, "run_dir": resumed}], tmp_path)
+    run_group(2, [{**job, "run_dir": straight}], tmp_path)
+    shutil.copytree(straight, resumed)
     for checkpoint in RunCheckpoints(tmp_path / "resumed" / "checkpoints").all():
         if checkpoint.position.step > 4:
             checkpoint.directory.rename(checkpoint.directory.with_suffix(".gone"))
