@@ -30,7 +30,8 @@ class StepGraphs:
         self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device) if beside is None else beside._stream
         self.prepared = 0
-        """Grows with every capture, and with every step that is warmed up while there is room for its graph."""
+        """Grows with every capture, and with every step that is warmed up while there is room for its key and graph:
+        without, eager steps are what is to be expected."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -48,10 +49,10 @@ class StepGraphs:
         graph.replay()
 
     def _warm_up(self, key: Hashable) -> None:
-        if len(self._graphs) < self._max_graphs:
-            self.prepared += 1
         if len(self._warm) >= self._max_graphs:
             self._warm.popitem(last=False)
+        elif len(self._graphs) < self._max_graphs:
+            self.prepared += 1
         self._warm[key] = None
 
     def _beside(self, step: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
 """Passes over prompts from graphs: what eager passes give, whatever the prompts, their groups and their slots."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import Generation
+from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingOptions
@@ -101,6 +103,25 @@ def test_few_graphs_do_as_many_do() -> None:
             assert [engine.decode(one) for one in asked] == expected
         assert engine._prompt_graphs is not None
         assert len(engine._prompt_graphs) <= most
+
+
+def test_few_graphs_are_for_keys_that_come_again_soon() -> None:
+    graphs, counts = StepGraphs(torch.device("cuda"), 2), torch.zeros(3, device="cuda")
+
+    def step(key: int) -> None:
+        counts[key].add_(1)
+
+    def run(*keys: int) -> None:
+        for key in keys:
+            graphs.run(key, partial(step, key))
+
+    run(*range(3), *range(3), *range(3))  # each is forgotten before it comes again
+    assert (len(graphs), graphs.prepared) == (0, 2)
+    run(0, 0, 0)
+    assert (len(graphs), graphs.prepared) == (1, 3)
+    run(1, 1, 2, 2, 0, 0)  # two graphs make room
+    assert len(graphs) == 2
+    assert counts.tolist() == [8, 5, 5]
 
 
 def test_prompts_join_rows_in_work() -> None:
