@@ -131,10 +131,10 @@ def _compute_share(
 
     def say_rate(tokens_per_second: float) -> None:
         logger.info(
-            "capture: about %s at %s tokens/s a process and %d processes, if the disk takes %s/s",
+            "capture: about %s at %s tokens/s%s, if the disk takes %s/s",
             readable_duration(tokens / tokens_per_second),
             f"{tokens_per_second:,.0f}",
-            processes.count,
+            f" in each of {processes.count} processes" if processes.count > 1 else "",
             readable_bytes(tokens_per_second * layout.bytes_per_token * processes.count),
         )
 

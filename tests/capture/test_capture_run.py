@@ -185,7 +185,7 @@ def test_size_and_time_are_said_before_anything_is_stored(
     assert f"{count} samples, {9 * count} tokens" in size
     assert "to be written" in size
     assert "free" in size
-    assert re.search(r"about .* s at [\d,]+ tokens/s a process and 1 processes, if the disk takes .*/s", time)
+    assert re.search(r"about .* s at [\d,]+ tokens/s, if the disk takes .*/s", time)
     assert len(forwards) == count + (count > REHEARSED)
 
 
