@@ -205,7 +205,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # The backward of a norm is two reductions, over channels and over slots. Inductor joins them from some number of
     # slots on, and would compile everything again on the other side of it; in this mode it always does.
     always_joined = "mix_order_reduction_non_strict_mode"
-    options = {f"triton.{always_joined}": True} if hasattr(config.triton, always_joined) else {}
+    options: dict[str, Any] = {f"triton.{always_joined}": True} if hasattr(config.triton, always_joined) else {}
     return torch.compile(function, fullgraph=True, options=options)
 
 
