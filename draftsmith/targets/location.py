@@ -61,16 +61,20 @@ def read_config(location: Location, revision: str | None, trust_remote_code: boo
         ) from error
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """A torch device; 'auto' is cuda if there is one, else cpu. Raises `DraftsmithError` for one that is not there."""
+def resolve_device(device: str | torch.device, option: str = "device") -> torch.device:
+    """A torch device; 'auto' is cuda if there is one, else cpu. Raises `DraftsmithError`, which names the option, for
+    one that draftsmith does not run on or that is not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    unknown = f"{option} is {str(device)!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'"
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise DraftsmithError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N") from error
+        raise DraftsmithError(unknown) from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise DraftsmithError(unknown)
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise DraftsmithError(
-            f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto"
-        )
+        count = torch.cuda.device_count()
+        seen = f"{count} CUDA devices" if count else "no CUDA device"
+        raise DraftsmithError(f"{option} is {str(device)!r}, but torch sees {seen}; use 'cpu' or 'auto'")
     return resolved

@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
 from draftsmith.features.reader import Store
 from draftsmith.progress import Progress, SilentProgress
 from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.location import resolve_device
 from draftsmith.training.batches import BlockSampler, StepPlan, TrainingBatches, check_rows_per_step
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.evaluation import Evaluation, split_documents
@@ -227,23 +227,15 @@ def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> t
 
     Precision is not left to Accelerate: its setting is one for the whole process, which may train several runs.
     """
-    wanted = options.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    elif not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
-        raise DraftsmithError(f"train.device is {wanted!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    elif wanted != "cpu" and (torch.device(wanted).index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        found = f"sees {count} CUDA devices" if count else "sees no CUDA device"
-        raise DraftsmithError(f"train.device is {wanted!r}, but torch {found}; use 'cpu' or 'auto'")
+    wanted = resolve_device(options.device, "train.device")
     accelerator = Accelerator(
-        cpu=torch.device(wanted).type == "cpu",
+        cpu=wanted.type == "cpu",
         mixed_precision="no",
         log_with=wanted_trackers(track) or None,
         project_config=ProjectConfiguration(project_dir=str(run_dir), logging_dir=str(run_dir / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
-    device = accelerator.device if accelerator.num_processes > 1 else torch.device(wanted)
+    device = accelerator.device if accelerator.num_processes > 1 else wanted
     return accelerator, device
 
 
