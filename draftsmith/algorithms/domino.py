@@ -132,16 +132,10 @@ def corrections(draft: Draft, ends: TargetEnds, hidden: Tensor, blocks: Blocks) 
     which has no bias, adds exactly nothing.
     """
     head = cast(DominoHead, draft.head)
-    states = head.prefix_states(embeddings(draft, ends, blocks.previous_ids))  # [R, N, P, G]
+    states = head.prefix_states(draft.scaled(ends.embedding_rows(blocks.previous_ids)))  # [R, N, P, G]
     latent = head.latent(hidden, states)
     label = torch.arange(latent.shape[2], device=latent.device)
     return latent * (label >= head.pure_draft_prefix_len).unsqueeze(-1)
-
-
-def embeddings(draft: Draft, ends: TargetEnds, ids: Tensor) -> Tensor:
-    """What the GRU reads of tokens [...]: their embeddings as in the block's own input [..., H]."""
-    rows = ends.embedding_rows(ids).to(draft.dtype)
-    return rows * draft.config.input_embedding_scale
 
 
 @dataclass
@@ -160,7 +154,7 @@ class DominoProposer:
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         base = self.draft.logits(slots, self.ends)  # [batch, P, V]
         token_ids, distributions = [], []
-        previous = embeddings(self.draft, self.ends, anchor_ids)  # [batch, H]
+        previous = self.draft.scaled(self.ends.embedding_rows(anchor_ids))  # [batch, H]
         state = head.empty_prefix(previous)  # [batch, G]
         for label in range(self.num_proposals):
             state = head.read(state, previous)
@@ -168,7 +162,7 @@ class DominoProposer:
             if label >= head.pure_draft_prefix_len:
                 logits = head.correct(logits, head.latent(slots[:, label], state))
             ids, q = sampler(logits, label)
-            previous = embeddings(self.draft, self.ends, ids)
+            previous = self.draft.scaled(self.ends.embedding_rows(ids))
             token_ids.append(ids)
             if q is not None:
                 distributions.append(q)

@@ -170,19 +170,22 @@ class Draft(nn.Module):
         """
         return self.backbone.context_keys_values(features.to(self.dtype), positions)
 
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Rows [..., H] of the target's embedding as the draft reads tokens: in the draft's dtype, times
+        `input_embedding_scale`."""
+        rows = rows.to(self.dtype)
+        return rows if self.config.input_embedding_scale == 1.0 else rows * self.config.input_embedding_scale
+
     def forward(
         self, embeddings: Tensor, positions: Tensor, context: ContextKeysValues, attend: BlockAttention
     ) -> Tensor:
         """One pass over N blocks of B slots in each of R rows.
 
-        embeddings [R, N, B, H], the target's embeddings of the blocks' token ids (cast to the draft's dtype and
-        multiplied by `input_embedding_scale` here); positions [R, N, B] int64, of the slots; context as from
-        `context_keys_values`, or a cache of it; attend, who sees whom. Returns the final normed states [R, N, B, H].
+        embeddings [R, N, B, H], the target's embeddings of the blocks' token ids, not yet `scaled`; positions
+        [R, N, B] int64, of the slots; context as from `context_keys_values`, or a cache of it; attend, who sees whom.
+        Returns the final normed states [R, N, B, H].
         """
-        embeddings = embeddings.to(self.dtype)
-        if self.config.input_embedding_scale != 1.0:
-            embeddings = embeddings * self.config.input_embedding_scale
-        return self.backbone(embeddings, positions, context, attend)
+        return self.backbone(self.scaled(embeddings), positions, context, attend)
 
     def logits(
         self,

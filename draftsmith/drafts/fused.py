@@ -94,11 +94,9 @@ class FusedDraft:
     def block(self, embeddings: Tensor, anchors: Tensor, cache: Tensor, rope_table: Tensor) -> Tensor:
         """Final normed states of one block a row: embeddings [batch, B, H], not scaled; anchors [batch] int64; cache as
         in `append`, into which the blocks write behind their context."""
-        config, eps = self.draft.config, self.draft.config.rms_norm_eps
+        eps = self.draft.config.rms_norm_eps
         cosine, sine = rope_table.chunk(2, dim=-1)  # [positions, rotary]
-        change = embeddings.to(self.draft.dtype)
-        if config.input_embedding_scale != 1.0:
-            change = change * config.input_embedding_scale
+        change = self.draft.scaled(embeddings)
         hidden: Tensor | None = None
         partial = False
         for index, fused in enumerate(self.layers):
