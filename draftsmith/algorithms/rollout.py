@@ -17,10 +17,9 @@ from torch import Tensor
 from draftsmith.algorithms.algorithm import Options
 from draftsmith.drafts.checks import describe
 from draftsmith.drafts.draft import Draft
+from draftsmith.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TargetEnds
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class RolloutOptions(Options):
@@ -148,8 +147,8 @@ def check_vocabulary(
             "on one device"
         )
     for name, tensor in ((f"{method}'s head", weight), ("the target's output head", ends.head_weight)):
-        if tensor.dtype not in DTYPES:
-            raise DraftsmithError(f"{name} is in {tensor.dtype}; rollouts run in bfloat16, float16 or float32")
+        if tensor.dtype not in DTYPES.values():
+            raise DraftsmithError(f"{name} is in {tensor.dtype}; rollouts run in {', '.join(DTYPES)}")
     if not weight.isfinite().all():
         raise DraftsmithError(
             f"the output matrix of {method}'s correction holds numbers that are not finite; the draft was not trained "
