@@ -1,8 +1,11 @@
 """A setting that is on, off, or decided by draftsmith."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator
+
+_Name = Literal["auto", "on", "off"]
+SWITCH_NAMES: tuple[str, ...] = get_args(_Name)
 
 
 def _from_yaml(value: object) -> object:
@@ -10,4 +13,4 @@ def _from_yaml(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_from_yaml)]
+Switch = Annotated[_Name, BeforeValidator(_from_yaml)]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
+from draftsmith.switch import SWITCH_NAMES
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.ends import TargetEnds
@@ -101,8 +102,8 @@ class Target:
         Raises `DraftsmithError` for a missing path, something that is not a causal LM, weights that are missing or
         do not fit, or a device that is not there; and as `from_model`.
         """
-        if fuse not in ("auto", "on", "off"):
-            raise DraftsmithError(f"fuse is {fuse!r}; allowed are auto, on and off")
+        if fuse not in SWITCH_NAMES:
+            raise DraftsmithError(f"fuse is {fuse!r}; allowed: {', '.join(map(repr, SWITCH_NAMES))}")
         location = locate(path)
         resolved_device, resolved_dtype = resolve_device(device), parse_dtype(dtype)
         config = read_config(location, revision, trust_remote_code)

@@ -137,7 +137,7 @@ def test_loading_fuses_on_request(tmp_path):
     assert Target.load(tmp_path, fuse="on").fused
     assert not Target.load(tmp_path).fused  # auto, on a CPU
     assert not Target.load(tmp_path, fuse="off").fused
-    with pytest.raises(DraftsmithError, match="fuse is 'yes'; allowed are auto, on and off"):
+    with pytest.raises(DraftsmithError, match="fuse is 'yes'; allowed: 'auto', 'on', 'off'"):
         Target.load(tmp_path, fuse="yes")
 
 
