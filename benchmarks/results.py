@@ -37,7 +37,7 @@ from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import Figures, figures
 from draftsmith.bench.headline import estimate, number, percent
 from draftsmith.bench.intervals import Estimate
-from draftsmith.bench.measure import bench, write_report
+from draftsmith.bench.measure import bench, write_benchmark
 from draftsmith.bench.options import BenchOptions
 from draftsmith.console import ConsoleProgress
 from draftsmith.data.prompts import find_prompts
@@ -305,7 +305,7 @@ def _bench(
         progress=ConsoleProgress(),
     )
     stem = arguments.out / f"{method}-{name}-batch-{batch_size}"
-    write_report(report, *(stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "jsonl", "html")))
+    write_benchmark(report, *(stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "jsonl", "html")))
     return figures(report, report.drafts[0], batch_size)
 
 

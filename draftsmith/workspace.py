@@ -11,7 +11,7 @@ from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import figures
 from draftsmith.bench.headline import summary_rows
-from draftsmith.bench.measure import bench, write_report
+from draftsmith.bench.measure import bench, write_benchmark
 from draftsmith.bench.records import BenchReport, read_report
 from draftsmith.bench.tune import tune
 from draftsmith.blocks.accept import counted_verifies
@@ -188,7 +188,7 @@ class Workspace(StoreStages):
                 stop_token_ids=self.stop_ids,
                 progress=self.progress,
             )
-            write_report(report, recipe.bench_json, recipe.bench_lines, recipe.bench_page)
+            write_benchmark(report, recipe.bench_json, recipe.bench_lines, recipe.bench_page)
 
         settings = {
             "drafts": {entry.name: directory_fingerprint(d) for entry, d in zip(entries, directories, strict=True)},

@@ -61,7 +61,7 @@ def bench(
     )
 
 
-def write_report(report: BenchReport, json_path: Path, lines_path: Path, page_path: Path) -> None:
+def write_benchmark(report: BenchReport, json_path: Path, lines_path: Path, page_path: Path) -> None:
     """Writes `bench.json` (figures and records), `bench.jsonl` (the records, one a line) and the HTML page."""
     json_path.parent.mkdir(parents=True, exist_ok=True)
     figures = [figures.to_json() for figures in all_figures(report)]

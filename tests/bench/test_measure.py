@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry, RunningDecoder, request
 from draftsmith.bench.figures import figures
-from draftsmith.bench.measure import bench, write_report
+from draftsmith.bench.measure import bench, write_benchmark
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.records import PLAIN, read_report
 from draftsmith.data.options import DataOptions
@@ -78,7 +78,7 @@ def test_outputs_and_accept_lengths_do_not_depend_on_the_batch(measured):
 
 def test_all_figures_follow_from_the_lines(measured, tmp_path):
     """An independent reader of `bench.jsonl` arrives at the summary of `bench.json`."""
-    write_report(measured, tmp_path / "bench.json", tmp_path / "bench.jsonl", tmp_path / "bench.html")
+    write_benchmark(measured, tmp_path / "bench.json", tmp_path / "bench.jsonl", tmp_path / "bench.html")
     lines = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
     summary = json.loads((tmp_path / "bench.json").read_text())["summary"]
     assert len(summary) == 6
