@@ -70,7 +70,7 @@ class DenseBlocks:
     def block(self, embeddings: Tensor, anchors: Tensor, cache: ContextCache, extent: int) -> Tensor:
         width = embeddings.shape[1]
         positions = anchors[:, None] + torch.arange(width, device=anchors.device)
-        attention = block_attention(anchors, extent, width, self.draft.attention_kinds)
+        attention = block_masks(anchors, extent, width, self.draft.attention_kinds)
         return self.draft(embeddings[:, None], positions[:, None], cache.view(extent), attention)[:, 0]
 
 
@@ -98,7 +98,7 @@ def _storage(draft: Draft, slots: int, max_length: int) -> Tensor:
     return torch.zeros(shape, dtype=draft.dtype, device=draft.device)
 
 
-def block_attention(
+def block_masks(
     anchors: Tensor, max_length: int, block_size: int, kinds: Iterable[AttentionKind]
 ) -> DenseBlockAttention:
     """Masks [batch, 1, B, max_length + B] of one block a row: the same visibility as in training (`blocks.sight`).

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.registry import algorithm_for
-from draftsmith.decoding.cache import block_attention
+from draftsmith.decoding.cache import block_masks
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import read_directory
@@ -73,7 +73,7 @@ def block_logits(draft: Draft, ends: TargetEnds, seed: int) -> dict[str, Tensor]
     positions = anchors[:, None] + torch.arange(config.block_size)
 
     context = draft.context_keys_values(features, torch.arange(_CONTEXT).expand(_ROWS, -1))
-    attend = block_attention(anchors, _CONTEXT, config.block_size, draft.attention_kinds)
+    attend = block_masks(anchors, _CONTEXT, config.block_size, draft.attention_kinds)
     hidden = draft(ends.embedding_rows(block)[:, None], positions[:, None], context, attend)[:, 0]  # [rows, B, H]
 
     seen = {"slots": draft.logits(hidden, ends)}

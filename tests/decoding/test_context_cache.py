@@ -5,7 +5,7 @@ from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.build import build_blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_attention
-from draftsmith.decoding.cache import DenseBlocks, block_attention
+from draftsmith.decoding.cache import DenseBlocks, block_masks
 from draftsmith.drafts.attention import AttentionKind
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
@@ -24,7 +24,7 @@ def test_a_block_sees_in_decoding_what_it_sees_in_training() -> None:
     document = torch.zeros(rows, length, dtype=torch.int64)
     blocks = build_blocks(position, position >= 0, position, document, chosen, layout, 0)
     trained = dense_attention(blocks, document, KINDS).masks
-    decoded = block_attention(anchors, length, block_size, KINDS).masks
+    decoded = block_masks(anchors, length, block_size, KINDS).masks
     assert decoded.keys() == trained.keys()
     for kind in KINDS:
         assert torch.equal(decoded[kind], trained[kind]), kind
