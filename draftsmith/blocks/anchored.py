@@ -83,7 +83,7 @@ def _refusal(head_dim: int, group: int, block_size: int) -> str | None:
 
 
 class AnchoredBlockAttention:
-    """Attention by the kernel, for all patterns of the draft's layers; see `anchored_attention`.
+    """Attention by the kernel, for all patterns of the draft's layers; see `anchored_block_attention`.
 
     What the kernel needs of a pattern is worked out when a layer first asks, and kept for the others.
     """
@@ -134,7 +134,7 @@ def check_anchored(head_dim: int, group: int, block_size: int) -> None:
         raise DraftsmithError(f"attention 'anchored' {why}; use 'flex' (train.attention=flex)")
 
 
-def anchored_attention(
+def anchored_block_attention(
     blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], tiles: "Tiling | None" = None
 ) -> AnchoredBlockAttention:
     """`AnchoredBlockAttention` for a packed batch; arguments as for `sight`. tiles: None: as the kernel likes them."""

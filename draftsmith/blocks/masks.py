@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from draftsmith.blocks.anchored import anchored_attention
+from draftsmith.blocks.anchored import anchored_block_attention
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.sight import Sight, sight
 from draftsmith.drafts.attention import AttentionKind, BlockAttention, DenseBlockAttention, with_sinks
@@ -163,5 +163,5 @@ def training_attention(
             f"attention backend '{backend}' trains on CUDA only, and the batch is on {document.device}; use 'dense'"
         )
     if backend is AttentionBackend.ANCHORED:
-        return anchored_attention(blocks, document, kinds)
+        return anchored_block_attention(blocks, document, kinds)
     return flex_block_attention(blocks, document, kinds, compiled=True)

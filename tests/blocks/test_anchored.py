@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from draftsmith.blocks.anchored import anchored_attention
+from draftsmith.blocks.anchored import anchored_block_attention
 from draftsmith.blocks.anchored import takes as takes_on
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_attention, dense_mask
@@ -38,7 +38,7 @@ def test_the_kernels_equal_dense_attention():
         results = []
         for attend in (
             dense_attention(blocks, batch.document, [kind]),
-            anchored_attention(blocks, batch.document, [kind], SMALL),
+            anchored_block_attention(blocks, batch.document, [kind], SMALL),
         ):
             leaves = [tensor.clone().requires_grad_() for tensor in tensors]
             sink = None if sinks is None else sinks.clone().requires_grad_()
@@ -48,7 +48,7 @@ def test_the_kernels_equal_dense_attention():
         for wanted, found in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     # What no slot may see changes nothing, what one sees does.
-    attend = anchored_attention(blocks, batch.document, [kind], SMALL)
+    attend = anchored_block_attention(blocks, batch.document, [kind], SMALL)
     before = attend(*tensors, kind=kind, scale=0.3, sinks=None)
     anchor = int(blocks.anchors[0].max())
     for index, changes in ((anchor, False), (anchor - 1, True)):
@@ -67,7 +67,7 @@ def test_the_slots_of_a_tile_of_keys_are_those_of_the_mask(kind):
     blocks = blocks_of(batch, layout, anchors_of(batch, layout, 12))
     seen = sight(blocks, batch.document, kind)
     mask = dense_mask(seen)[:, 0, :, :110]  # [R, Q, S]
-    by_key = anchored_attention(blocks, batch.document, [kind]).runs(kind, 16).by_key
+    by_key = anchored_block_attention(blocks, batch.document, [kind]).runs(kind, 16).by_key
     some = 0
     for row in range(2):
         for tile in range(7):
@@ -100,7 +100,7 @@ def test_what_they_do_not_take_is_refused():
     batch = pack([[random_document(generator, "0", 20)]], 20)
     blocks = blocks_of(batch, layout, anchors_of(batch, layout, 3))
     kind = AttentionKind(None, False)
-    attend = anchored_attention(blocks, batch.document, [kind])
+    attend = anchored_block_attention(blocks, batch.document, [kind])
     q = torch.zeros(1, 1, 15, 24)
     with pytest.raises(DraftsmithError, match=r"these have 24; use 'flex' \(train.attention=flex\)"):
         attend(q, q, q, q, q, kind=kind, scale=1.0, sinks=None)
