@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.anchored_forward import tile_rows, whole_keys
+from draftsmith.kernels.anchored_forward import rows_of_tile, whole_keys
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(2)
     wide = row.to(tl.int64)
     at = wide * slots
-    slot, head, there, first, end, own_first, own_end = tile_rows(
+    slot, head, there, first, end, own_first, own_end = rows_of_tile(
         first_slot, first_ptr + at, end_ptr + at, own_first_ptr + at, own_end_ptr + at, slots, context,
         STEP, GROUP, PADDED, ROWS,
     )  # fmt: skip

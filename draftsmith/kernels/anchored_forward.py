@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_rows(  # type: ignore[no-untyped-def]
+def rows_of_tile(  # type: ignore[no-untyped-def]
     first_slot, first_ptr, end_ptr, own_first_ptr, own_end_ptr, slots, context,
     STEP: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(2)
     wide = row.to(tl.int64)
     at = wide * slots
-    slot, head, there, first, end, own_first, own_end = tile_rows(
+    slot, head, there, first, end, own_first, own_end = rows_of_tile(
         first_slot, first_ptr + at, end_ptr + at, own_first_ptr + at, own_end_ptr + at, slots, context,
         STEP, GROUP, PADDED, ROWS,
     )  # fmt: skip
