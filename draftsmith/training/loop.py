@@ -42,7 +42,7 @@ EvaluateGenerate = Callable[[Draft], dict[str, float]]
 """A real-generation evaluation: gets the draft in its export dtype, returns named numbers."""
 
 # Sums that steer the step rather than describe it; they travel with the metrics in the step's one reduction.
-_GRADIENT, _TOKENS, _FLOPS, _STOP = "_gradient", "_tokens", "_flops", "_stop"
+_STEERING = _GRADIENT, _TOKENS, _FLOPS, _STOP = "_gradient", "_tokens", "_flops", "_stop"
 
 
 class Loop:
@@ -179,7 +179,9 @@ class Loop:
         update = self.updater.apply(*sums[_GRADIENT], rate)
         self.verdicts.add(StepRecord(done, rate, update, sums[_STOP][0], forwards))
 
-        for name in metrics:
+        for name in sums.names:
+            if name in _STEERING:
+                continue
             # A step that is left out leaves the averages alone as well.
             self.window.add(name, *(torch.where(update.finite, number, 0.0) for number in sums[name]))
         self.clock.add(sums[_TOKENS][0], sums[_FLOPS][0])

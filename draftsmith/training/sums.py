@@ -24,6 +24,11 @@ class Sums:
             numerator, denominator = self._pairs[name][0] + numerator, self._pairs[name][1] + denominator
         self._pairs[name] = (numerator, denominator)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order in which they were first added."""
+        return tuple(self._pairs)
+
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
         return self._pairs[name]
 

@@ -15,6 +15,8 @@ def test_nothing_counted_is_none_label_by_label():
     sums.add("accuracy", torch.tensor([1.0, 0.0, 0.0]), torch.tensor([2.0, 4.0, 0.0]))
     sums.add("loss", torch.tensor(0.0), torch.tensor(0.0))
     assert sums.averages() == {"accuracy": [0.5, 0.0, None], "loss": None}
+    sums.add("accuracy", torch.zeros(3), torch.zeros(3))
+    assert sums.names == ("accuracy", "loss")
 
 
 def test_state_goes_through_torch_save(tmp_path):
