@@ -96,6 +96,8 @@ class DFlashProposer:
 
 
 class DFlash(Algorithm):
+    """One forward proposes a block's B-1 tokens; no head of its own, and no decoding options."""
+
     name = "dflash"
     architecture = "dflash"
     summary = "Masked block, every slot predicted at once by itself"

@@ -184,6 +184,8 @@ class DFlash2Proposer:
 
 
 class DFlash2(Algorithm):
+    """One forward, then B-1 small steps of the selector over each slot's candidates, which are all that it proposes."""
+
     name = "dflash2"
     architecture = "dflash2"
     summary = "Masked block with convolutions, and a selector that picks a path through each slot's candidates"

@@ -170,6 +170,9 @@ class DominoProposer:
 
 
 class Domino(Algorithm):
+    """One forward, then a step of the GRU and the correction for each token: B-1 of them, or B where the anchor's own
+    slot predicts (`shift_label`)."""
+
     name = "domino"
     architecture = "domino"
     summary = "Masked block, corrected left to right by a GRU over the block's own tokens"

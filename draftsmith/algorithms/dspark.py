@@ -226,6 +226,9 @@ class DSparkProposer:
 
 
 class DSpark(Algorithm):
+    """One forward, then a step of the bias for each of B tokens; proposals may end where the slots' confidence does
+    (`min_survival`)."""
+
     name = "dspark"
     architecture = "dspark"
     summary = "Masked block with a bias from the token before, and a confidence for every slot"

@@ -26,6 +26,8 @@ class DTASection(DraftSection):
 
 
 class DTA(DFlash):
+    """DFlash in everything but the training blocks, of which the first slots carry their true tokens."""
+
     name = "dta"
     architecture = "dflash"
     summary = "DFlash trained with a visible prefix of random length in every block"

@@ -113,7 +113,8 @@ class Engine:
 
     @property
     def proposer(self) -> Proposer | None:
-        """What fills the draft's blocks: its method's own proposer, unless another one is put in its place."""
+        """What fills the draft's blocks: its method's own proposer, unless another one is put in its place (before
+        anything is decoded, else `DraftsmithError`). None without a draft."""
         return None if self.stepper.drafting is None else self.stepper.drafting.proposer
 
     @proposer.setter

@@ -73,6 +73,8 @@ class _Compute(nn.Module):
         self._attention = attention
 
     def forward(self, batch: MicroBatch, progress: Tensor) -> Terms:
+        """Blocks over their context, then the objective on the slots' states; arguments as for `DraftLoss.forward`.
+        Raises `DraftsmithError` where the attention cannot run on the batch's device."""
         packed, blocks, (ends,) = batch.packed, batch.blocks, self._frozen
         attend = training_attention(blocks, packed.document, self.draft.attention_kinds, self._attention)
         context = self.draft.context_keys_values(packed.features[TAPS], packed.positions)

@@ -29,8 +29,8 @@ class OnlineOptions(_Section):
 class TrainOptions(_Section):
     """How a draft is trained. A step always means one optimiser step of all processes together.
 
-    Length: `epochs` passes over the store, or exactly `max_steps` steps when that is given, however many passes that
-    takes.
+    Length: `epochs` passes over the training documents, each of which comes once a pass, or exactly `max_steps` steps
+    when that is given, however many passes that takes.
 
     Batch: a row holds whole documents, up to `tokens_per_row` tokens. A step consumes `rows_per_step` rows of all
     processes together, `rows_per_forward` at a time in each; the ratio is the gradient accumulation.
@@ -101,7 +101,9 @@ class TrainOptions(_Section):
     save_every: PositiveInt | None = None
     """Steps between run checkpoints. None: only after the last step, at a new best evaluation and when interrupted."""
     keep_last: PositiveInt = 1
+    """So many of the newest run checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1
+    """So are so many of those with the best evaluations by `best_by`. 0: none, and a new best evaluation saves none."""
 
     @model_validator(mode="after")
     def _agree(self) -> "TrainOptions":
