@@ -28,7 +28,7 @@ from draftsmith.kernels.row_bounds import DIRECTIONS, UNDERFLOW, RowBounds, shar
 
 GROUP, LEADERS = 512, 4
 """Tokens of a group, and how many of them, the best by base, are always read."""
-SPAN = 512
+SPAN = 1024
 """Tokens of a program."""
 FIRSTS = 16
 """Rows that give the lower bound L: the best of the groups' best."""
