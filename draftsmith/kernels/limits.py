@@ -5,7 +5,7 @@ import functools
 import torch
 from triton.runtime import driver
 
-_INTERPRETED = 99 * 1024  # as if on a small device
+_INTERPRETED, _INTERPRETED_CACHE = 99 * 1024, 2**20  # as if on a small device
 
 
 @functools.cache
@@ -16,6 +16,14 @@ def shared_memory(device: torch.device) -> int:
         return _INTERPRETED
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@functools.cache
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the cache that all programs on this device share."""
+    if device.type != "cuda":
+        return _INTERPRETED_CACHE
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def stages_that_fit(stages: int, stage_bytes: int, device: torch.device, held_bytes: int = 0) -> int:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
-from draftsmith.kernels.limits import shared_memory
+from draftsmith.kernels.limits import cache_bytes, shared_memory
 from draftsmith.kernels.low_rank_argmax import check_operands, low_rank_scores, padded_rank, tile_rows
 from draftsmith.kernels.overlap import overlapping
 from draftsmith.kernels.row_bounds import DIRECTIONS, UNDERFLOW, RowBounds, share_beside, slack, upper_bounds
@@ -34,8 +34,8 @@ FIRSTS = 16
 """Rows that give the lower bound L: the best of the groups' best."""
 
 MAX_BESIDE = 0.1
-"""Of W2's squares, the largest share beside its strongest directions with which leaving rows out is expected to pay. A
-trained head had 0.04; of random numbers with E = 256 it is 0.94."""
+"""Of W2's squares, the largest share beside its strongest directions with which leaving rows out is expected to pay.
+Trained heads had 0.02 to 0.04; of random numbers with E = 256 it is 0.94."""
 
 COLUMNS = 16
 """Of the latent in a product, all of them one row's; matrix units want several."""
@@ -54,10 +54,14 @@ def widest_rank(item: int, device: torch.device) -> int:
 
 
 def pays(weight: Tensor) -> bool:
-    """Whether to expect that leaving rows of W2 [V, E] out takes less time than reading all of them: the kernel holds
-    such rows, and little of the matrix is beside its strongest directions, so that bounds leave few. Where they leave
-    all, a search takes twice the time of one without."""
-    return weight.shape[1] <= widest_rank(weight.element_size(), weight.device) and share_beside(weight) <= MAX_BESIDE
+    """Whether to expect that leaving rows of W2 [V, E] out takes less time than reading all of them.
+
+    It does for a matrix that does not fit in its device's cache, out of which all of it is read as fast as bounds are
+    computed, and of which little is beside its strongest directions, so that bounds leave few rows. Where they leave
+    all, a search takes twice the time of one without.
+    """
+    held = weight.shape[1] <= widest_rank(weight.element_size(), weight.device)
+    return held and weight.nbytes > cache_bytes(weight.device) and share_beside(weight) <= MAX_BESIDE
 
 
 class Leaders(NamedTuple):

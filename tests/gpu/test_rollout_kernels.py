@@ -12,6 +12,7 @@ from draftsmith.kernels import input_gates as inputs
 from draftsmith.kernels import prefix_gru
 from draftsmith.kernels.few_states import few_states_logits
 from draftsmith.kernels.keys import key_ids, key_scores, pack_keys
+from draftsmith.kernels.limits import cache_bytes
 from draftsmith.kernels.low_rank_argmax import (
     low_rank_argmax,
     low_rank_sample,
@@ -92,11 +93,13 @@ def test_search(dtype: torch.dtype, batch: int, vocab: int, rank: int) -> None:
 
 
 def test_the_rollout_that_is_chosen() -> None:
-    """A matrix most of which lies along a few directions is pruned, a flat one is not."""
-    flat = torch.randn(3001, 100, device=DEVICE)
-    strong = 0.1 * flat + torch.randn(3001, 5, device=DEVICE) @ torch.randn(5, 100, device=DEVICE)
+    """A matrix most of which lies along a few directions is pruned, a flat one is not, nor one that the cache holds."""
+    rows = 1 + cache_bytes(DEVICE) // 200
+    flat = torch.randn(rows, 100, device=DEVICE)
+    strong = 0.1 * flat + torch.randn(rows, 5, device=DEVICE) @ torch.randn(5, 100, device=DEVICE)
     options = RolloutOptions()
     assert options.resolve("domino", strong.bfloat16()) == "pruned"
+    assert options.resolve("domino", strong[1:].bfloat16()) == "dense"
     assert options.resolve("domino", flat.bfloat16()) == "dense"
     assert options.resolve("domino", strong.cpu()) == "plain"
 

@@ -250,12 +250,13 @@ def test_what_the_kernel_refuses() -> None:
 
 
 def test_where_pruning_is_expected_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a matrix most of which lies along a few directions."""
-    strong = strong_directions(301, 96, 6, 0)
+    """For a matrix larger than the cache, most of which lies along a few directions."""
+    strong = strong_directions(3011, 96, 6, 0)
     squares = torch.linalg.svdvals(strong.double()).square()
     assert share_beside(strong) == pytest.approx(float(squares[DIRECTIONS:].sum() / squares.sum()), rel=1e-9)
     assert pays(strong)
-    assert not pays(torch.randn(301, 96, generator=torch.Generator().manual_seed(0))), "flat: bounds leave all rows"
+    assert not pays(torch.randn(3011, 96, generator=torch.Generator().manual_seed(0))), "flat: bounds leave all rows"
+    assert not pays(strong[:2011]), "read from the cache"
     monkeypatch.setattr(low_rank_pruning, "shared_memory", lambda device: 32 * 1024)
     assert not pays(strong), "its tiles do not fit"
     assert share_beside(torch.zeros(40, 30)) == 0.0
