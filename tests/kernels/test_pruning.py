@@ -1,6 +1,7 @@
 """Exact pruning: the same token as the dense search, on inputs made to trap it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from draftsmith.kernels import low_rank_argmax as low_rank_argmax_module
 from draftsmith.kernels import low_rank_pruning
 from draftsmith.kernels.keys import key_ids, key_scores
 from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_argmax_reference, low_rank_scores, new_keys
@@ -119,7 +121,7 @@ def test_the_rule_never_changes_the_token(
 
 
 KERNEL_CASES = [(maker, 1, 347, 24) for maker in MAKERS]
-KERNEL_CASES += [(ties, 3, 347, 7), (ordinary, 8, 129, 5), (ties, 33, 64, 3), (one_aligned, 5, 347, 24)]
+KERNEL_CASES += [(ties, 3, 347, 7), (ordinary, 8, 129, 5), (ties, 17, 64, 3), (one_aligned, 5, 347, 24)]
 KERNEL_CASES += [(masked, 2, 129, 5), (clear_top, 7, 347, 7), (huge_norms, 4, 347, 24)]
 
 
@@ -268,3 +270,46 @@ def test_what_a_device_holds(monkeypatch: pytest.MonkeyPatch, memory: int, wide:
     for name, value in (("GROUP", 512), ("LEADERS", 4), ("FIRSTS", 16)):
         monkeypatch.setattr(low_rank_pruning, name, value)
     assert (widest_rank(4, CPU), widest_rank(2, CPU)) == (wide, half)
+
+
+class Seen:
+    """A kernel that tells with which constants it was launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.constants = kernel, {}
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*operands: Any, **constants: Any) -> None:
+            self.constants = constants
+            self.kernel[grid](*operands, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize(("rank", "height"), [(130, 32), (5, 64)])
+def test_both_searches_multiply_tiles_of_one_height(monkeypatch: pytest.MonkeyPatch, rank: int, height: int) -> None:
+    """Other heights would be other instructions, which may round a score's last bit differently."""
+    for name, value in (("GROUP", 512), ("LEADERS", 4), ("FIRSTS", 16)):
+        monkeypatch.setattr(low_rank_pruning, name, value)
+    searches = Seen(low_rank_argmax_module._scan_kernel), Seen(low_rank_pruning._pruned_kernel)
+    monkeypatch.setattr(low_rank_argmax_module, "_scan_kernel", searches[0])
+    monkeypatch.setattr(low_rank_pruning, "_pruned_kernel", searches[1])
+    base, weight, latent = operands(ordinary, 1, 83, rank, 0, 0.2)
+    dense, pruned = new_keys(1, device=CPU), new_keys(1, device=CPU)
+    low_rank_argmax(base, weight, latent, dense)
+    pruned_low_rank_argmax(base, weight, latent, pruned, bounds=row_bounds(weight), leaders=leaders(base))
+    assert torch.equal(key_ids(dense), key_ids(pruned))
+    assert searches[0].constants["BLOCK_V"] == searches[1].constants["TILE"] == height
+
+
+def test_a_dense_search_takes_as_many_rows_at_once_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Seen(low_rank_argmax_module._scan_kernel)
+    monkeypatch.setattr(low_rank_argmax_module, "_scan_kernel", search)
+    base, weight, latent = operands(ordinary, 33, 83, 60, 0, 0.2)
+    found = []
+    for memory, rows in ((99, 64), (40, 32), (30, 16)):
+        monkeypatch.setattr(low_rank_argmax_module, "shared_memory", lambda device: memory * 1024)  # noqa: B023
+        found.append(new_keys(33, device=CPU))
+        low_rank_argmax(base, weight, latent, found[-1])
+        assert search.constants["BLOCK_B"] == rows
+        assert torch.equal(key_ids(found[-1]), key_ids(found[0]))
