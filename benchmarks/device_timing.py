@@ -1,4 +1,4 @@
-"""What the benchmarks on a GPU share: timing, profiles, bandwidth, and lines of JSON."""
+"""What the benchmarks on a GPU share: timing, profiles, bandwidth, random weights, and lines of JSON."""
 
 import json
 import statistics
@@ -11,6 +11,16 @@ from torch.profiler import ProfilerActivity
 
 def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
+
+
+@torch.no_grad()
+def draw_weights(module: torch.nn.Module) -> None:
+    """Small normal matrices, and ones in the place of norms."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02)
+        else:
+            parameter.fill_(1.0)
 
 
 def median_ms(run: Callable[[], object], repeats: int = 7, inner: int = 5) -> float:

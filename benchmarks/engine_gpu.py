@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from device_timing import measured_bandwidth, median_ms, profile, say
+from device_timing import draw_weights, measured_bandwidth, median_ms, profile, say
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.decoding.cache import ContextCache, FusedBlocks
@@ -78,12 +78,7 @@ def build_draft(layers: int) -> Draft:
     with torch.device("meta"):
         draft = Draft(DraftConfig.parse(draft_fields(layers)))
     draft = draft.to_empty(device="cuda").to(DTYPE).eval()
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
-            else:
-                parameter.fill_(1.0)
+    draw_weights(draft)
     return draft.requires_grad_(False)
 
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from device_timing import profile, say
+from device_timing import draw_weights, profile, say
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.prompts import read_prompts
@@ -112,12 +112,7 @@ def _random_models() -> tuple[Target, Draft]:
         "num_target_layers": 30,
     }  # fmt: skip
     draft = Draft(DraftConfig.parse(fields))
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
-            else:
-                parameter.fill_(1.0)
+    draw_weights(draft)
     target = Target.from_model(LlamaForCausalLM(config).to(torch.bfloat16).to(DEVICE))
     target.fuse()
     return target, draft.to(torch.bfloat16).to(DEVICE).eval()
