@@ -37,7 +37,7 @@ class Stages:
         self.recipe = recipe
         self.progress = progress
         self.say = say
-        self.stamps = Stamps(recipe.run, redo=redo)
+        self.stamps = Stamps(recipe.run, redo=redo, without_effect=WITHOUT_EFFECT)
         self._outline_alone: TargetOutline | None = None
 
     @cached_property

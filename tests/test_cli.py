@@ -131,6 +131,19 @@ def test_a_finished_stage_is_not_run_again(done):
     assert {path: path.stat().st_mtime_ns for path in watched} == before
 
 
+def test_how_a_step_is_computed_is_no_setting_of_a_training(done):
+    """Neither now nor where the stamp was written when it still was one."""
+    stamp = done.parent / "run" / "stages" / "train.json"
+    content = json.loads(stamp.read_text())
+    assert "graphs" not in content["settings"]["train"]
+    content["settings"]["train"] |= {"attention": "auto", "graphs": False}
+    stamp.write_text(json.dumps(content))
+    status, _, errors = run("train", done, "train.attention=dense", "train.compile=false")
+    assert status == 0, errors
+    assert "train: done already" in errors
+    assert "train.lr: 0.0006 then, 0.1 now" in fails("train", done, "train.lr=0.1")
+
+
 def test_changed_settings_are_refused_by_name_and_fresh_makes_anew(tmp_path, target):
     recipe = write_recipe(tmp_path, target)
     run("regenerate", recipe)

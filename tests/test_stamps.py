@@ -48,6 +48,16 @@ def test_changed_settings_are_named(tmp_path):
     assert work.runs_kept == 1
 
 
+def test_what_no_longer_counts_as_a_setting_is_not_compared(tmp_path):
+    """A stamp may hold more than is compared now: fields that counted when it was written."""
+    work = Work(tmp_path / "out")
+    written = {"train": {"lr": 1, "graphs": True}, "features": "sum"}
+    Stamps(tmp_path, redo=False).perform("train", written, [work.output], work)
+    stamps = Stamps(tmp_path, redo=True, without_effect={"train": {"graphs"}, "features": {"graphs"}})
+    assert not stamps.perform("train", {"train": {"lr": 1}, "features": "sum"}, [work.output], work)
+    assert stamps.perform("train", {"train": {"lr": 2}, "features": "sum"}, [work.output], work)
+
+
 def test_changed_settings_start_over_where_that_is_wanted(tmp_path):
     work = Work(tmp_path / "out")
     Stamps(tmp_path, redo=True).perform("capture", {"a": 1}, [work.output], work)
