@@ -38,8 +38,9 @@ class RolloutOptions(Options):
         """`plain`, `dense` or `pruned`, for a head whose correction has the output matrix W2 `weight` [V, E]. Raises
         `DraftsmithError` where the wanted one cannot run."""
         chosen: str = self.rollout
-        if chosen == "auto":
-            chosen = _by_kernels(weight) if self.tensor_parallel or weight.device.type == "cuda" else "plain"
+        by_kernels = self.tensor_parallel or weight.device.type == "cuda"
+        if chosen == "auto" and not by_kernels:
+            chosen = "plain"
         if chosen == "plain" and self.tensor_parallel:
             raise DraftsmithError(
                 f"{method}: rollout 'plain' works on the whole vocabulary in one process; with tensor_parallel use "
@@ -48,8 +49,10 @@ class RolloutOptions(Options):
         if chosen != "plain" and find_spec("triton") is None:
             raise DraftsmithError(
                 f"{method}: rollout {chosen!r} needs the package triton, which is not installed; install it, or set "
-                "rollout to 'plain'"
+                "rollout to 'plain'" + (" and tensor_parallel to false" if self.tensor_parallel else "")
             )
+        if chosen == "auto":
+            chosen = _by_kernels(weight)
         return chosen
 
 

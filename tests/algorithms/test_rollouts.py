@@ -1,6 +1,7 @@
 """Rollouts by keys: the tokens of the plain rollout, sampled ones with their distribution, one truth over processes."""
 
 import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from draftsmith.algorithms.registry import algorithm, algorithm_for
-from draftsmith.algorithms.rollout import Derived
+from draftsmith.algorithms.rollout import Derived, RolloutOptions
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.sampler import RowSampler
@@ -315,3 +316,14 @@ def test_what_rollouts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     refuse("rollout 'plain' works on the whole vocabulary", rollout="plain", tensor_parallel=True)
+
+
+@pytest.mark.parametrize("rollout", ["auto", "dense", "pruned"])
+def test_without_triton_no_rollout_by_kernels_is_chosen(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [name for name in sys.modules if name.startswith("draftsmith.kernels.")]:
+        monkeypatch.delitem(sys.modules, name)
+    weight = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(DraftsmithError, match=f"rollout '{rollout}' needs the package triton"):
+        RolloutOptions(rollout=rollout, tensor_parallel=True).resolve("domino", weight)
+    assert RolloutOptions().resolve("domino", weight) == "plain"
