@@ -108,6 +108,7 @@ class Engine:
             self._waiting.remove(answer)
         elif self.pool is not None:
             slot = self.pool.occupants.index(answer)
+            self.pool.unclean.add(slot)  # whether its numbers were finite is not read any more
             if slot not in self.pool.prefilling:  # else its slot is free when its group has been read
                 self.pool.release([slot])
 
@@ -318,7 +319,7 @@ class Engine:
                 if answer.finished:
                     ended.append(slot)
                     if answer.fault is not None:
-                        pool.erase(slot)
+                        pool.unclean.add(slot)
         pool.release(ended)
 
     def _read_all(self) -> None:

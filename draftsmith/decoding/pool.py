@@ -23,7 +23,8 @@ class Slots:
 class SlotPool:
     """All slots. occupants: the answer that each is working on, or None; prefilling: slots whose prompt is not yet
     read; max_length: tokens that a row may have; reserved: cache entries a slot, which are more, so that a verify or a
-    block that begins at a row's last token has room."""
+    block that begins at a row's last token has room. unclean: slots whose last row was cut short, so that their caches
+    may hold numbers that are not finite, which zero weights would not silence; they are zeroed for the next row."""
 
     state: DecodingState
     target_cache: KeyValueCache
@@ -32,6 +33,7 @@ class SlotPool:
     reserved: int
     occupants: list[Answer | None] = field(init=False)
     prefilling: set[int] = field(default_factory=set)
+    unclean: set[int] = field(default_factory=set)
     _views: dict[tuple[int, int], Slots] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,6 +77,8 @@ class SlotPool:
         for slot, answer in enumerate(answers, begin):
             self.occupants[slot] = answer
             self.prefilling.add(slot)
+            if slot in self.unclean:
+                self._erase(slot)
         self.state.place(begin, answers)
 
     def release(self, slots: list[int]) -> None:
@@ -89,8 +93,10 @@ class SlotPool:
             self.occupants[slot] = None
             self.prefilling.discard(slot)
 
-    def erase(self, slot: int) -> None:
-        """Zeroes a slot's caches: after a row whose numbers were not finite, which zero weights would not silence."""
+    def _erase(self, slot: int) -> None:
+        """Zeroes a slot's caches. Not before a row is placed: until then steps compute the slot along, and may leave
+        there again what its last row's tokens gave."""
+        self.unclean.remove(slot)
         for tensor in (*self.target_cache.keys, *self.target_cache.values):
             tensor[slot].zero_()
         if self.context is not None:

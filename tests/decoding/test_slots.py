@@ -182,6 +182,37 @@ def test_a_row_that_meets_nan_leaves_the_others_alone(target: Target) -> None:
         assert run(engine, [answers[0], next_one]) == plain
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("prompt", "chunk", "steps"),
+    [([3, 6, 6], 512, 3), ([5, 3] + [6] * 20, 4, 1)],
+    ids=["its first token, computed along after its end", "cancelled while it is read"],
+)
+def test_what_a_broken_row_leaves_in_its_slot_is_not_the_next_ones(
+    target: Target, draft: Draft, prompt: list[int], chunk: int, steps: int, steps_ahead: int
+) -> None:
+    broken = tiny_target("qwen3")
+    broken.ends.embedding_weight[3] = float("nan")
+    engine = Engine(broken, draft, EngineOptions(slots=2, max_length=64, prefill_chunk=chunk, steps_ahead=steps_ahead))
+
+    def submit(prompt: list[int], most: int) -> Answer:
+        return engine.submit(Request.of([prompt], max_new_tokens=most, sampling=SamplingOptions(), seed=[0]))[0]
+
+    submit([1, 2], 45)  # goes on, so that steps are launched
+    engine.step()
+    bad = submit(prompt, 9)
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(bad)
+    assert engine.pool is not None
+    while engine.pool.occupants[1] is not None:
+        engine.step()
+    following = submit([4], 9)
+    plain = generate(target, None, [[4]], max_new_tokens=9)
+    assert 3 not in plain[0].token_ids
+    assert run(engine, [following])[0].token_ids == plain[0].token_ids
+
+
 def test_what_does_not_fit_a_slot_is_refused(target: Target) -> None:
     engine = Engine(target, None, EngineOptions(slots=2, max_length=20))
     with pytest.raises(DraftsmithError, match=r"prompt 0 has 12 tokens and may become 22 long.* room for 20"):
