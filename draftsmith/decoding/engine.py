@@ -173,7 +173,7 @@ class Engine:
         step = self.options.context_bucket
         while longest > 8 * step:
             step *= 2
-        return min(-(-longest // step) * step, self.target.max_position_embeddings)
+        return -(-longest // step) * step
 
     def _suits(self, pool: SlotPool) -> bool:
         """Whether an idle pool is the one that the waiting rows want."""
@@ -192,7 +192,8 @@ class Engine:
             self._graphs = StepGraphs(self.target.device, self.options.max_graphs)
             self._prompt_graphs = StepGraphs(self.target.device, self.options.max_graphs, beside=self._graphs)
         slots, stepper = self._wanted_slots(), self.stepper
-        max_length = self.options.max_length or self._wanted_length()
+        # No row passes the window, and a fused target's angles end a little behind it.
+        max_length = min(self.options.max_length or self._wanted_length(), self.target.max_position_embeddings)
         stops = max(8, *(len(answer.stop_token_ids) for answer in self._waiting))
         reserved = max_length + stepper.reach
         drafting = stepper.drafting

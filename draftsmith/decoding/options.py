@@ -15,8 +15,8 @@ class EngineOptions(BaseModel):
     `slots`: rows decoded side by side; others wait (None: as many as are waiting when the engine is idle).
     `batch_buckets`: a step computes the smallest of these numbers of slots that holds all rows in work (None: always
     all slots, so that a row's results never depend on when its neighbours end, to the last bit). `max_length`: tokens
-    that a slot has room for, prompt and answer (None: what the waiting requests need). `steps_ahead`: steps that the
-    device may be ahead of what the host has read (None: 1 on a GPU, 0 on a CPU).
+    that a slot has room for, prompt and answer (None: what the waiting requests need; never more than the target's
+    window). `steps_ahead`: steps that the device may be ahead of what the host has read (None: 1 on a GPU, 0 on a CPU).
 
     `prefill_chunk`: prompt tokens of a row that go through the target at a time; `prefill_rows`: rows that do so
     together (None: no limit); with 1, a row's results do not depend on its neighbours' prompts, to the last bit (in

@@ -334,6 +334,16 @@ def test_padding_stays_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Engine(small).decode(request)
 
 
+def test_slots_with_room_beyond_the_window(draft: Draft) -> None:
+    """A fused target knows its rope for little more than its window, and passes over prompts see whole slots."""
+    small = tiny_target("qwen3", max_position_embeddings=80)
+    small.fuse()
+    request = Request.of([[7] * 78, [5, 6]], max_new_tokens=9, sampling=SAMPLINGS[0])
+    engine = Engine(small, draft, EngineOptions(max_length=1000))
+    engine._on_gpu = True
+    assert engine.decode(request) == Engine(small, draft).decode(request)
+
+
 def test_groups_are_neighbouring_slots_and_not_too_many_rows() -> None:
     answers = answers_of([3, 9, 5, 5, 2])
     groups = groups_of([0, 1, 4, 5, 6], answers, 2)
