@@ -61,18 +61,27 @@ def read_config(location: Location, revision: str | None, trust_remote_code: boo
         ) from error
 
 
+def parse_device(device: str | torch.device, option: str = "device") -> torch.device | None:
+    """A device that draftsmith runs on, whether it is there or not; None for 'auto'. Raises `DraftsmithError`, which
+    names the option, for another."""
+    if device == "auto":
+        return None
+    unknown = f"{option} is {str(device)!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'"
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise DraftsmithError(unknown) from error
+    if parsed.type not in ("cpu", "cuda"):
+        raise DraftsmithError(unknown)
+    return parsed
+
+
 def resolve_device(device: str | torch.device, option: str = "device") -> torch.device:
     """A torch device; 'auto' is cuda if there is one, else cpu. Raises `DraftsmithError`, which names the option, for
     one that draftsmith does not run on or that is not there."""
-    if device == "auto":
+    resolved = parse_device(device, option)
+    if resolved is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    unknown = f"{option} is {str(device)!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise DraftsmithError(unknown) from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise DraftsmithError(unknown)
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         seen = f"{count} CUDA devices" if count else "no CUDA device"

@@ -21,9 +21,10 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.check import check_store
 from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
 from draftsmith.features.reader import Store
+from draftsmith.launcher import process_count
 from draftsmith.progress import Progress, SilentProgress
 from draftsmith.targets.ends import TargetEnds
-from draftsmith.targets.location import resolve_device
+from draftsmith.targets.location import parse_device, resolve_device
 from draftsmith.training.batches import BlockSampler, StepPlan, TrainingBatches, check_rows_per_step
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.evaluation import Evaluation, split_documents
@@ -227,6 +228,12 @@ def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> t
 
     Precision is not left to Accelerate: its setting is one for the whole process, which may train several runs.
     """
+    named = parse_device(options.device, "train.device")
+    if process_count() > 1 and named is not None and named.type == "cuda" and named.index is not None:
+        raise DraftsmithError(
+            f"train.device is {options.device!r} with {process_count()} processes, each of which trains on the GPU of "
+            "its own number: use 'cuda' or 'auto'"
+        )
     wanted = resolve_device(options.device, "train.device")
     accelerator = Accelerator(
         cpu=wanted.type == "cpu",

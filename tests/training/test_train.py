@@ -360,6 +360,12 @@ def test_a_device_that_is_not_there_is_an_error(target, store, run_dir):
         run(target, store, run_dir, options(device="cuda"))
 
 
+def test_one_gpu_is_not_for_several_processes(target, store, run_dir, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DraftsmithError, match=r"train\.device is 'cuda:1' with 2 processes.*use 'cuda' or 'auto'"):
+        run(target, store, run_dir, options(device="cuda:1"))
+
+
 @pytest.mark.parametrize("device", ["banana", "mps", "", "cuda:99"])
 def test_a_device_that_training_does_not_run_on_is_an_error(target, store, run_dir, device):
     with pytest.raises(DraftsmithError, match=f"train\\.device is '{device}'.*use "):
