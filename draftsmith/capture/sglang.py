@@ -20,6 +20,7 @@ from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import TAPS, CaptureLayout
 from draftsmith.launcher import local_rank
+from draftsmith.targets.location import parse_device
 from draftsmith.targets.options import TargetOptions
 
 FIRST_VERSION = (0, 5, 23)
@@ -29,21 +30,22 @@ _ALGORITHMS = {"dflash": "DFLASH", "eagle3": "EAGLE3"}
 def engine_arguments(target: TargetOptions, layout: CaptureLayout, options: SglangOptions) -> dict[str, Any]:
     """The keywords of `sglang.Engine`.
 
-    Raises `DraftsmithError` for a layout that the engine cannot give.
+    Raises `DraftsmithError` for a layout that the engine cannot give, and for a device of another name.
     """
     if layout.final_state:
         raise DraftsmithError(
             "capture.backend is 'sglang', and the draft needs the target's final state; SGLang returns the tapped "
             "layers in its place: use capture.backend=hf or vllm"
         )
-    kind, _, number = target.device.partition(":")
+    device = parse_device(target.device, "target.device")
     return {
         "model_path": target.path,
         "dtype": target.dtype,
         "revision": target.revision,
         "trust_remote_code": target.trust_remote_code,
-        "device": None if kind == "auto" else kind,  # None: whatever SGLang finds
-        "base_gpu_id": int(number) if number else local_rank(),  # a launcher's processes have a GPU each
+        "device": None if device is None else device.type,  # None: whatever SGLang finds
+        # A launcher's processes have a GPU each.
+        "base_gpu_id": local_rank() if device is None or device.index is None else device.index,
         "enable_return_aux_hidden_states": True,
         "speculative_algorithm": _ALGORITHMS[options.capture_method],
         "return_aux_hidden_state_layer_ids": sorted(layout.tap_ids),

@@ -109,6 +109,13 @@ def test_sglang_runs_where_the_recipe_says(
     assert (arguments["device"], arguments["base_gpu_id"]) == (kind, gpu)
 
 
+@pytest.mark.parametrize("device", ["cuda:x", "mps", "gpu"])
+def test_sglang_is_not_asked_for_a_device_of_another_name(device: str) -> None:
+    said = TargetOptions(path="some/model", device=device)
+    with pytest.raises(DraftsmithError, match=f"target.device is '{device}'; use 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+        engine_arguments(said, CaptureLayout((1,), 32, final_state=False), SglangOptions())
+
+
 def test_sglang_cannot_give_a_final_state() -> None:
     with pytest.raises(DraftsmithError, match="needs the target's final state; SGLang returns"):
         engine_arguments(MODEL, CaptureLayout((1,), 32, final_state=True), SglangOptions())
