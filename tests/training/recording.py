@@ -41,8 +41,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
-class _OnlyStream:
-    """Work on a CPU is done in its order."""
+class OnlyStream:
+    """Stands in for `torch.cuda.Stream`: work on a CPU is done in its order."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
 
     def wait_stream(self, other: Any) -> None:
         pass
@@ -64,7 +67,7 @@ def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     monkeypatch.setattr(torch.cuda, "graph", recorded)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", _OnlyStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", _OnlyStream)
+    monkeypatch.setattr(torch.cuda, "Stream", OnlyStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", OnlyStream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     return made
