@@ -15,8 +15,8 @@ class SamplingOptions:
     """How tokens are chosen: temperature, then top-k, then top-p, then renormalised.
 
     `temperature` 0 means greedy (the most likely token, ties to the lowest id); `top_k` 0 and `top_p` 1 mean off.
-    Raises `DraftsmithError` for values outside temperature >= 0, top_k >= 0, 0 < top_p <= 1. Greedy decoding takes the
-    most likely token, which no top-k or top-p removes, so they change nothing there.
+    Raises `DraftsmithError` for values outside temperature >= 0, 0 <= top_k < 2^63, 0 < top_p <= 1. Greedy decoding
+    takes the most likely token, which no top-k or top-p removes, so they change nothing there.
     """
 
     temperature: float = 0.0
@@ -28,8 +28,8 @@ class SamplingOptions:
             raise DraftsmithError(f"temperature is {self.temperature!r}; it needs a number >= 0 (0 is greedy)")
         if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise DraftsmithError(f"top_p is {self.top_p!r}; it needs a number in (0, 1] (1 is off)")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise DraftsmithError(f"top_k is {self.top_k!r}; it needs an integer >= 0 (0 is off)")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**63:
+            raise DraftsmithError(f"top_k is {self.top_k!r}; it needs an integer from 0 (off) to 2^63 - 1")
 
     @property
     def greedy(self) -> bool:

@@ -37,6 +37,7 @@ def draft(target: Target) -> Draft:
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": -3}, "top_k is -3"),
+        ({"top_k": 2**63}, r"top_k is 9223372036854775808; .* to 2\^63 - 1"),
         ({"stop_token_ids": [200]}, "stop_token_ids holds token id 200"),
         ({"seed": -4}, "seed is -4"),
         ({"seed": [1, 2, 3]}, "seed holds 3 numbers for 1 prompts"),
