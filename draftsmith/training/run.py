@@ -243,7 +243,7 @@ def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> t
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
     device = accelerator.device if accelerator.num_processes > 1 else wanted
-    if device.index is not None:
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # whose the loop's streams and events are, and the kernels'
     return accelerator, device
 
