@@ -201,12 +201,17 @@ def of_method(shape: Shape, options: Sequence[str]) -> tuple[Shape, str]:
     return replace(shape, config=in_dimensions_of(shape.config, algorithm(name))), name
 
 
+def random_rows(shape: Shape, method: Any) -> list[list[Record]]:
+    """The shape's documents, dealt to rows."""
+    lengths = [shape.tokens] * shape.documents
+    records = random_records(shape, lengths, final_state=method.capture(shape.config).final_state)
+    return [[records[i] for i in row] for row in pack_rows(lengths, shape.tokens_per_row)]
+
+
 def ours(options: Sequence[str]) -> dict[str, Any]:
     shape, name = of_method(SHAPES[options[0]], options)
     step, method, section = our_step(shape, name, options)
-    lengths = [shape.tokens] * shape.documents
-    records = random_records(shape, lengths, final_state=method.capture(shape.config).final_state)
-    rows = [[records[i] for i in row] for row in pack_rows(lengths, shape.tokens_per_row)]
+    rows = random_rows(shape, method)
     batch = micro_batch(shape, method, rows, section)
     found = measured(lambda: step(batch), 8 if shape.config.hidden_size > 1000 else 30, options)
     flops = training_flops(shape.config, batch.work)
@@ -226,9 +231,7 @@ def sizes(options: Sequence[str]) -> dict[str, Any]:
 
     shape, name = of_method(SHAPES[options[0]], options)
     step, method, section = our_step(shape, name, options)
-    lengths = [shape.tokens] * shape.documents
-    records = random_records(shape, lengths, final_state=method.capture(shape.config).final_state)
-    rows = [[records[i] for i in row] for row in pack_rows(lengths, shape.tokens_per_row)]
+    rows = random_rows(shape, method)
     torch._logging.set_logs(recompiles=True)
     found: dict[str, Any] = {"blocks": [], "graphs_compiled": [], "step_s": []}
     for anchors in (shape.anchors, shape.anchors // 2, shape.anchors // 4, shape.anchors):
