@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from device_timing import draw_weights
 from torch import Tensor
 from train_timing import LOCK, measured, timed, waits
 
@@ -161,8 +162,7 @@ def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[
     with torch.device("meta"):
         draft = Draft(shape.config)
     draft = draft.to_empty(device="cuda")
-    for parameter in draft.parameters():  # as `Draft.from_config`, but for the place and its time
-        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    draw_weights(draft)  # as `Draft.from_config`, but for the place and its time
     draft.backbone.rope = Rope(shape.config).cuda()
     loss = DraftLoss(
         draft,

@@ -33,9 +33,8 @@ def _holding(kind: int) -> Iterator[None]:
         yield
         return
     with open(f"{LOCK[0]}.door", "w") as door, open(LOCK[0], "w") as file:
-        fcntl.flock(
-            door, fcntl.LOCK_EX
-        )  # who comes first goes first: those beside others would keep others out for long
+        # Who comes first goes first: those beside others would keep others out for long.
+        fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(file, kind)
         fcntl.flock(door, fcntl.LOCK_UN)
         yield

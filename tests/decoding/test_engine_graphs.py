@@ -17,8 +17,6 @@ from draftsmith.decoding.state import DecodingState
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from tests.decoding.test_slots import SAMPLINGS
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
 from tests.training.recording import OnlyStream, Recording
 
 
@@ -88,16 +86,6 @@ def requests() -> list[Request]:
         )
         for i, length in enumerate(lengths)
     ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target) -> Draft:
-    return tiny_draft(target, num_layers=2, block_size=5)
 
 
 @pytest.fixture(scope="module")

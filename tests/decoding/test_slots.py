@@ -25,16 +25,6 @@ from tests.tiny_draft import tiny_draft
 SAMPLINGS = [SamplingOptions(), SamplingOptions(0.9), SamplingOptions(1.3, top_k=7), SamplingOptions(0.8, 0.7, 30)]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target) -> Draft:
-    return tiny_draft(target, num_layers=2, block_size=5)
-
-
 def requests(count: int = 7, seed: int = 0) -> list[Request]:
     """One prompt each, of various lengths, with their own limits, stop ids, seeds and sampling."""
     generator = torch.Generator().manual_seed(seed)
