@@ -228,6 +228,7 @@ def block_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    block_m: int | None = None,
     stages: int | None = None,
     warps: int | None = None,
 ) -> Tensor:
@@ -238,10 +239,10 @@ def block_attention(
     stands at start + i), or [batch, w] int, the position of every query (none below the one before it). causal: a
     query sees keys at positions up to its own; otherwise up to the row's last query (a block that sees itself both
     ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks [heads]: logit of a key
-    without value. splits: programs that share a context, a power of two; stages: tiles of keys on their way at once;
-    warps of a program; all chosen by the shape of q if not given. Results are bitwise comparable only between calls
-    with the same splits and width. dtype bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in
-    q's dtype, laid out as [batch, w, heads, dim].
+    without value. splits: programs that share a context, a power of two; block_m: queries of a tile, a power of two
+    from 16 on; stages: tiles of keys on their way at once; warps of a program; all chosen by the shape of q if not
+    given. Results are bitwise comparable only between calls with the same splits and width. dtype bf16, fp16 or fp32
+    (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out as [batch, w, heads, dim].
 
     Raises `ValueError` for shapes, dtypes or splits that do not fit.
     """
@@ -251,7 +252,7 @@ def block_attention(
     groups = heads // kv_heads
     rows = groups * width
     wide = q.dtype == torch.float32
-    block_m = 16 if wide else max(16, min(128, triton.next_power_of_2(rows)))
+    block_m = block_m or (16 if wide else max(16, min(128, triton.next_power_of_2(rows))))
     block_d = max(16, triton.next_power_of_2(dim))
     # fp32 products are unrolled multiply-adds: small tiles keep them in registers.
     block_n = (16 if wide else 32) if block_d >= 256 else (32 if wide else 64)

@@ -5,10 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.limits import stages_that_fit
 from draftsmith.kernels.overlap import overlapping
 
-MAX_ROWS = 16
-"""Most rows that one tile of the tensor cores takes along for free; more belong to a general matrix product."""
+MAX_ROWS = 32
+"""Most rows that a tile of the matrix takes along for free: tensor cores read weights from shared memory no faster than
+they multiply them by 32 rows (sm_90: 64 x 16 numbers of 16 bits in 16 cycles). More belong to a general product."""
 
 
 def skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -61,6 +63,7 @@ def skinny_linear(
     weight: Tensor,
     *,
     splits: int | None = None,
+    block_m: int | None = None,
     block_n: int | None = None,
     block_k: int | None = None,
     warps: int = 4,
@@ -70,9 +73,9 @@ def skinny_linear(
 
     x [..., K] contiguous, at most `MAX_ROWS` rows in all; weight [N, K], rows contiguous, same dtype. The inner
     dimension is split into `splits` parts so that enough programs read the matrix at once; each addend is the sum over
-    its part, so the result does not depend on timing, and a row's not on the other rows. The remaining options are
-    tile sizes; all are chosen from the shape where not given. Raises `ValueError` for more rows, or shapes or dtypes
-    that do not fit.
+    its part, so the result does not depend on timing, and a row's not on the other rows. Up to 16 rows share a tile of
+    16 and more one of 32 (`block_m`). The remaining options are tile sizes; all are chosen from the shape where not
+    given. Raises `ValueError` for more rows, or shapes or dtypes that do not fit.
     """
     outputs, inner = weight.shape
     rows = x.numel() // inner
@@ -80,16 +83,23 @@ def skinny_linear(
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
     if rows > MAX_ROWS:
         raise ValueError(f"skinny_linear takes at most {MAX_ROWS} rows, got {rows}")
+    block_m = block_m or (16 if rows <= 16 else MAX_ROWS)
+    if rows > block_m:
+        raise ValueError(f"a tile of {block_m} rows does not hold {rows}")
     chosen = _tiles(outputs, inner)
     splits, block_n, block_k = splits or chosen[0], block_n or chosen[1], block_k or chosen[2]
     part = triton.cdiv(triton.cdiv(inner, splits), block_k) * block_k
     splits = triton.cdiv(inner, part)
-    # Where parts are short, three programs of three stages on a multiprocessor beat two of four.
-    stages = stages or (3 if splits > 1 else 4)
+    if stages is None:
+        # Where parts are short, three programs of three stages on a multiprocessor beat two of four. With 32 rows of
+        # 128 columns in each stage, four leave room for one program only.
+        wanted = 3 if splits > 1 or block_m * block_k > 2048 else 4
+        stage_bytes = (block_n + block_m) * block_k * x.element_size()
+        stages = stages_that_fit(wanted, stage_bytes, x.device, stage_bytes)  # the first tile is held beside them
     out = torch.empty(splits, *x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     _skinny_kernel[(triton.cdiv(outputs, block_n), splits)](
         x, weight, out, rows, inner, weight.stride(0), outputs, inner, part,
-        BLOCK_M=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=outputs % block_n == 0 and inner % part == 0,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=outputs % block_n == 0 and inner % part == 0,
         num_warps=warps, num_stages=stages, **overlapping(x.device),
     )  # fmt: skip
     return out

@@ -12,7 +12,8 @@ from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax, vocabulary_a
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inner", "splits"), [(1, 130, 200, 2), (5, 64, 256, None), (16, 96, 64, 1)]
+    ("rows", "outputs", "inner", "splits"),
+    [(1, 130, 200, 2), (5, 64, 256, None), (16, 96, 64, 1), (17, 130, 200, 2), (31, 64, 192, None), (32, 97, 64, 1)],
 )
 def test_skinny_linear(dtype, rows, outputs, inner, splits):
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outputs, inner).to(dtype)
@@ -26,9 +27,23 @@ def test_skinny_linear(dtype, rows, outputs, inner, splits):
     assert not torch.equal(changed[:, -1], actual.sum(0)[:, -1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_does_not_depend_on_the_other_rows(dtype):
+    x, weight = torch.randn(32, 200).to(dtype), torch.randn(70, 200).to(dtype)
+    whole = skinny_linear(x, weight, splits=2, block_k=64)
+    others = torch.randn(32, 200).to(dtype)
+    others[13] = x[13]
+    for rows in (32, 17, 14):
+        beside = skinny_linear(others[:rows], weight, splits=2, block_k=64, block_m=32)
+        assert torch.equal(beside[:, 13], whole[:, 13])
+        assert not torch.equal(beside[:, 12], whole[:, 12])
+
+
 def test_skinny_linear_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="at most 16 rows, got 17"):
-        skinny_linear(torch.randn(17, 8), torch.randn(4, 8))
+    with pytest.raises(ValueError, match="at most 32 rows, got 33"):
+        skinny_linear(torch.randn(33, 8), torch.randn(4, 8))
+    with pytest.raises(ValueError, match="tile of 16 rows does not hold 17"):
+        skinny_linear(torch.randn(17, 8), torch.randn(4, 8), block_m=16)
     with pytest.raises(ValueError, match="does not fit"):
         skinny_linear(torch.randn(2, 9), torch.randn(4, 8))
 
@@ -44,7 +59,7 @@ def test_addends_come_of_few_rows_that_may_come_so():
     for arguments, options in (
         ((x, weight, bias), {}),
         ((x, weight), {"addends": False}),
-        ((x.repeat(3, 1, 1), weight), {}),
+        ((x.repeat(6, 1, 1), weight), {}),
     ):
         whole, partial = linear_or_addends(*arguments, **options)
         assert not partial
