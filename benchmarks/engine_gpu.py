@@ -118,7 +118,7 @@ def loaded(engine: Engine, batch: int, context: int) -> SlotPool:
         tensor.normal_()
     if pool.context is not None:
         pool.context.storage.normal_()
-    pool.state.tokens.random_(VOCABULARY - 1)
+    pool.state.tokens.random_(engine.target.vocab_size - 1)
     pool.state.finished.fill_(False)
     return pool
 

@@ -87,7 +87,7 @@ def models(arguments: argparse.Namespace) -> tuple[Target, Draft, list[Request]]
     """Target, draft, and what is asked of them, prompt by prompt."""
     if arguments.random:
         prompts = [[1 + i] * (60 + 13 * i % 150) for i in range(arguments.limit)]
-        return *_random_models(), [_request([prompt], arguments.new) for prompt in prompts]
+        return random_target(), random_draft(), [_request([prompt], arguments.new) for prompt in prompts]
     fuse = "auto" if arguments.fuse else "off"
     target = Target.load(arguments.target, dtype="bfloat16", device=DEVICE, fuse=fuse)
     draft = Draft.load(arguments.draft, dtype="bfloat16", device=DEVICE).eval()
@@ -99,11 +99,21 @@ def models(arguments: argparse.Namespace) -> tuple[Target, Draft, list[Request]]
     return target, draft, requests
 
 
-def _random_models() -> tuple[Target, Draft]:
+def random_target() -> Target:
+    """SmolLM2-135M's shapes, fused."""
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, rope_theta=1e5, tie_word_embeddings=True,
     )  # fmt: skip
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    target = Target.from_model(model)
+    target.fuse()
+    return target
+
+
+def random_draft(**changed: object) -> Draft:
+    """A draft for it with five layers and blocks of 16; `changed` are fields of its configuration."""
     fields = {
         "architecture": "dflash", "hidden_size": 576, "num_hidden_layers": 5, "num_attention_heads": 9,
         "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152,
@@ -111,11 +121,11 @@ def _random_models() -> tuple[Target, Draft]:
         "dtype": "bfloat16", "block_size": 16, "mask_token_id": 16, "target_layer_ids": (1, 8, 14, 20, 27),
         "num_target_layers": 30,
     }  # fmt: skip
-    draft = Draft(DraftConfig.parse(fields))
+    config = DraftConfig.parse({**fields, **changed})
+    with torch.device(DEVICE):
+        draft = Draft(config).to(torch.bfloat16)
     draw_weights(draft)
-    target = Target.from_model(LlamaForCausalLM(config).to(torch.bfloat16).to(DEVICE))
-    target.fuse()
-    return target, draft.to(torch.bfloat16).to(DEVICE).eval()
+    return draft.eval()
 
 
 def measured(
