@@ -46,8 +46,8 @@ class Terms:
     """One micro-batch's share of the loss and of the metrics, as sums that are divided once, globally.
 
     The gradient of the step is grad(sum of numerators) / (sum of denominators), sums over all ranks and the whole
-    accumulation window. `metrics`: name -> (numerator, denominator), detached, scalars or one entry per label [P];
-    they are averaged the same way.
+    accumulation window. `metrics`: name -> (numerator, denominator), detached, both scalars or both one entry per label
+    [P]; they are averaged the same way. All float32, so that they are copied together.
     """
 
     numerator: Tensor

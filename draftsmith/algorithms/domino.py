@@ -118,7 +118,7 @@ class DominoObjective:
             "loss": (numerator.detach(), denominator),
             "base_loss": ((row_weights * base_loss).sum(), denominator),
             "final_loss": ((row_weights * final_loss).sum(), denominator),
-            "lambda": (denominator * share, denominator),
+            "lambda": ((denominator * share).float(), denominator),
             **label_metrics(chosen.spread(predicted), blocks),
             **{f"base_{name}": pair for name, pair in before.items()},
         }

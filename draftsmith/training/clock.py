@@ -5,27 +5,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
 
 
 class Clock:
     """Runs from its creation; `waited`: seconds spent waiting for data. Evaluation and saving do not count (`stopped`).
 
-    Tokens and FLOP are added up on the device, so that counting them never waits for it.
+    Tokens and FLOP are this process's until they are asked for, so that counting them takes nothing of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._started = time.perf_counter()
         self.waited = 0.0
-        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self._tokens = 0
+        self._flops = 0.0
 
-    def add(self, tokens: Tensor, flops: Tensor) -> None:
-        """Counts tokens and FLOP, scalars on the device, of all processes."""
-        self._totals += torch.stack((tokens, flops))
+    def add(self, tokens: int, flops: float) -> None:
+        """Counts what this process has done."""
+        self._tokens += tokens
+        self._flops += flops
 
-    def totals(self) -> tuple[float, float]:
-        """(tokens, FLOP) of all processes."""
-        tokens, flops = self._totals.tolist()
+    def totals(self, accelerator: Accelerator) -> tuple[float, float]:
+        """(tokens, FLOP) of all processes, each of which has to call it."""
+        if accelerator.num_processes == 1:
+            return self._tokens, self._flops
+        own = torch.tensor([self._tokens, self._flops], dtype=torch.float64, device=accelerator.device)
+        tokens, flops = accelerator.reduce(own, reduction="sum").tolist()
         return tokens, flops
 
     @property

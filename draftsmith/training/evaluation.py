@@ -75,8 +75,7 @@ class Evaluation:
             batch = self._sampler.micro_batch(forward, epoch=0)
             batch = replace(batch, blocks=whole_blocks(batch.blocks)).to(device)
             _, _, metrics = loss(batch, progress)
-            for name, (numerator, denominator) in metrics.items():
-                sums.add(name, numerator, denominator)
+            sums = sums.plus(Sums.of(metrics))
         loss.train()
         averages = sums.over_ranks(accelerator).averages()
         if averages["loss"] is None:

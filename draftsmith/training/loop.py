@@ -42,7 +42,7 @@ EvaluateGenerate = Callable[[Draft], dict[str, float]]
 """A real-generation evaluation: gets the draft in its export dtype, returns named numbers."""
 
 # Sums that steer the step rather than describe it; they travel with the metrics in the step's one reduction.
-_STEERING = _GRADIENT, _TOKENS, _FLOPS, _STOP = "_gradient", "_tokens", "_flops", "_stop"
+_STEERING = _GRADIENT, _STOP = "_gradient", "_stop"
 
 
 class Loop:
@@ -84,7 +84,7 @@ class Loop:
         self.stopping = False
         self.skipped = 0
         self.window = Sums()  # metrics since the last log entry, over all processes
-        self.clock = Clock(device)
+        self.clock = Clock()
         self.peak = peak_flops(device, log.options.peak_tflops)
         self.shown: dict[str, str] = {}  # beside the progress bar
 
@@ -136,7 +136,7 @@ class Loop:
         if due and self.position.evaluation is None and self.evaluate():
             self.save()
         with StopRequest() as request:
-            self.clock = Clock(self.device)
+            self.clock = Clock()
             start = self.position
             for step in self.batches.steps(start.epoch, start.step_in_epoch, self.total_steps - start.step):
                 self._step(step, request, stage)
@@ -155,6 +155,8 @@ class Loop:
         done = self.position.step
         self.updater.clear()
         sums, forwards = Sums(), []
+        # Filled on the device: a tensor made of a Python number would be copied there, and the copy waited for.
+        asked = torch.full((), float(request.signal_name is not None), device=self.device)
         progress = share_done(done, self.total_steps, self.device)
         for number in range(step.num_forwards):
             batch = self._next(step)
@@ -164,14 +166,10 @@ class Loop:
                 else:
                     numerator, denominator, metrics = self.parallel.forward(batch, progress)
                     numerator.backward()
-            sums.add(_GRADIENT, numerator, denominator)
-            sums.add(_TOKENS, *self._count(batch.work.context))
-            sums.add(_FLOPS, *self._count(training_flops(self.draft_loss.draft.config, batch.work)))
-            for name, pair in metrics.items():
-                sums.add(name, *pair)
+            sums = sums.plus(Sums.of({_GRADIENT: (numerator, denominator), _STOP: (asked, asked), **metrics}))
+            self.clock.add(batch.work.context, training_flops(self.draft_loss.draft.config, batch.work))
             # A copy: the next replay of a graph writes where this one wrote.
             forwards.append(MicroBatchRecord(batch.packed.sample_ids, numerator.detach().clone()))
-        sums.add(_STOP, *self._count(request.signal_name is not None))
         sums = sums.over_ranks(self.accelerator)
 
         self._judge()
@@ -179,12 +177,8 @@ class Loop:
         update = self.updater.apply(*sums[_GRADIENT], rate)
         self.verdicts.add(StepRecord(done, rate, update, sums[_STOP][0], forwards))
 
-        for name in sums.names:
-            if name in _STEERING:
-                continue
-            # A step that is left out leaves the averages alone as well.
-            self.window.add(name, *(torch.where(update.finite, number, 0.0) for number in sums[name]))
-        self.clock.add(sums[_TOKENS][0], sums[_FLOPS][0])
+        # A step that is left out leaves the averages alone as well.
+        self.window = self.window.plus(sums.where(update.finite))
         following = self.plan.following(step.epoch, step.step_in_epoch)
         self.position = Position(step=done + 1, epoch=following[0], step_in_epoch=following[1])
         self._judge()
@@ -214,12 +208,6 @@ class Loop:
         batch = next(step.micro_batches)
         self.clock.waited += time.perf_counter() - started
         return batch
-
-    def _count(self, number: float) -> tuple[Tensor, Tensor]:
-        # Filled on the device: a tensor made of a Python number would be copied there, and the copy waited for.
-        return torch.full((), float(number), dtype=torch.float64, device=self.device), torch.ones(
-            (), device=self.device
-        )
 
     # --- numbers ----------------------------------------------------------------------------------------------------
 
@@ -262,10 +250,10 @@ class Loop:
 
     def _log_window(self, rate: float, norm: Tensor, epoch: int) -> None:
         self._judge(all_of_them=True)
-        averages = self.window.averages()
+        averages = {name: value for name, value in self.window.averages().items() if name not in _STEERING}
         self.shown = {name: f"{value:.3g}" for name, value in averages.items() if isinstance(value, float)}
-        tokens, flops = self.clock.totals()
-        seconds = self.clock.seconds  # after the totals, which wait for the device
+        tokens, flops = self.clock.totals(self.accelerator)
+        seconds = self.clock.seconds  # after the averages, which wait for the device
         values: dict[str, Any] = {
             **averages,
             "epoch": float(epoch),
@@ -280,7 +268,7 @@ class Loop:
         if self.options.skip_nonfinite:
             values["skipped"] = float(self.skipped)
         self.log.log("train", self.position.step, values)
-        self.window, self.clock = Sums(), Clock(self.device)
+        self.window, self.clock = Sums(), Clock()
 
 
 def _due(step: int, every: int | None) -> bool:

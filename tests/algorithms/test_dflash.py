@@ -109,6 +109,7 @@ def test_the_objective_equals_loops_over_documents(
     numerator, count = terms.metrics["loss"]
     assert (numerator.item(), count.item()) == (terms.numerator.item(), terms.denominator.item())
     assert not any(t.requires_grad for pair in terms.metrics.values() for t in pair)
+    assert {t.dtype for pair in terms.metrics.values() for t in pair} == {torch.float32}
 
 
 @pytest.mark.parametrize("causal", [None, False, True])

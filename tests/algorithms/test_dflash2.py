@@ -166,6 +166,7 @@ def test_the_objective_equals_loops_over_documents(target: Target, weighting: An
     parts = terms.metrics["base_loss"][0] + 0.6 * terms.metrics["selector_loss"][0]
     torch.testing.assert_close(parts, terms.metrics["loss"][0])
     assert not any(t.requires_grad for pair in terms.metrics.values() for t in pair)
+    assert {t.dtype for pair in terms.metrics.values() for t in pair} == {torch.float32}
 
 
 def test_the_selector_s_weight_matters_and_chunks_do_not(target: Target) -> None:

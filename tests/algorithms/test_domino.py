@@ -160,6 +160,7 @@ def test_the_objective_equals_loops_over_documents(target: Target, shift: bool, 
         assert metrics[name][0] == pytest.approx(value, rel=1e-4)
     assert metrics["lambda"][0] / metrics["lambda"][1] == pytest.approx(share, rel=1e-6)
     assert not any(t.requires_grad for pair in terms.metrics.values() for t in pair)
+    assert {t.dtype for pair in terms.metrics.values() for t in pair} == {torch.float32}
 
 
 def test_the_reference_sees_a_misplaced_prefix(target: Target) -> None:

@@ -216,6 +216,7 @@ def test_the_objective_equals_loops_over_documents(target: Target, fields: dict[
     assert metric("base_accept_length") == pytest.approx(wanted.base_accepted / wanted.blocks)
     assert metric("expected_accept_length") == pytest.approx(wanted.expected_length / wanted.blocks, rel=1e-4)
     assert terms.metrics["accuracy"][1].sum() == terms.metrics["acceptance"][1].sum() == wanted.labels
+    assert {t.dtype for pair in terms.metrics.values() for t in pair} == {torch.float32}
     assert ("confidence" in terms.metrics) == fields["enable_confidence_head"]
     if fields["enable_confidence_head"]:
         assert metric("confidence") == pytest.approx(sum(p for p, _ in wanted.confidences) / wanted.labels, rel=1e-4)
