@@ -1,10 +1,11 @@
 """Whole documents into rows of a fixed number of tokens: in which order, which beside which, and as tensors."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.batch import PackedBatch
@@ -69,11 +70,16 @@ def pack_rows(lengths: Sequence[int], tokens_per_row: int, names: Sequence[str] 
     return rows
 
 
-def collate(records_by_row: list[list[Record]], tokens_per_row: int) -> PackedBatch:
+def collate(
+    records_by_row: list[list[Record]],
+    tokens_per_row: int,
+    empty: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+) -> PackedBatch:
     """Lay the records of each row end to end: `PackedBatch` of R = len(records_by_row) rows, S = tokens_per_row.
 
     The unused tail of a row has token 0, loss mask False, features 0, positions from 0, and counts as one more
-    document.
+    document. empty: (shape, dtype) -> the tensor that a feature's rows are copied into, whatever it holds before (None:
+    a new one, beside the records' features).
     Raises `DraftsmithError` for no rows, an empty row, records of different features, or more tokens than a row takes.
     """
     if not records_by_row or not all(records_by_row):
@@ -84,7 +90,11 @@ def collate(records_by_row: list[list[Record]], tokens_per_row: int) -> PackedBa
     loss_mask = torch.zeros(rows, tokens_per_row, dtype=torch.bool)
     positions = torch.zeros(rows, tokens_per_row, dtype=torch.int64)
     document = torch.zeros(rows, tokens_per_row, dtype=torch.int64)
-    features = {name: tensor.new_zeros(rows, tokens_per_row, tensor.shape[1]) for name, tensor in first.items()}
+    features = {
+        name: tensor.new_empty(shape) if empty is None else empty(shape, tensor.dtype)
+        for name, tensor in first.items()
+        for shape in [(rows, tokens_per_row, tensor.shape[1])]
+    }
     for row, records in enumerate(records_by_row):
         total = sum(record.input_ids.shape[0] for record in records)
         if total > tokens_per_row:
@@ -105,5 +115,7 @@ def collate(records_by_row: list[list[Record]], tokens_per_row: int) -> PackedBa
                 features[name][row, start:end] = tensor
         positions[row, end:] = torch.arange(tokens_per_row - end)
         document[row, end:] = len(records)
+        for tensor in features.values():
+            tensor[row, end:] = 0
     sample_ids = [[record.sample_id for record in records] for records in records_by_row]
     return PackedBatch(input_ids, loss_mask, positions, document, features, sample_ids)

@@ -25,8 +25,9 @@ MAX_OPEN_SHARDS = 256
 class Store:
     """A finished feature store, read-only: `len(store)` records, `store[i] -> Record`, in the order of its shards.
 
-    Every record is checked against its checksums when it is read: `StoreError` names the damaged file. Instances can be
-    pickled (a data loader's workers map the files anew).
+    Every record is checked against its checksums when it is first read: `StoreError` names the damaged file. Damage
+    that comes later, while the store is open, is not noticed. Instances can be pickled (a data loader's workers map the
+    files anew).
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class Store:
         """The number of supervised tokens of every document."""
         self.features = features
         """The names of the feature tensors that records carry."""
+        self.checked = torch.zeros(manifest.samples, dtype=torch.bool)
+        """Which documents were read and found whole; in shared memory, processes tell each other."""
         self._first = [0, *accumulate(shard.samples for shard in manifest.shards)]  # first document of each shard
         self._position: dict[str, int] = {}
         self._open: OrderedDict[int, _Shard] = OrderedDict()
@@ -78,7 +81,14 @@ class Store:
             raise IndexError(f"document {index} of a store of {len(self)}")
         shard_number = bisect.bisect_right(self._first, number) - 1
         shard = self._shard(shard_number)
-        return shard.record(number - self._first[shard_number], self.sample_ids[number], self.lengths[number])
+        record = shard.record(
+            number - self._first[shard_number],
+            self.sample_ids[number],
+            self.lengths[number],
+            check=not self.checked[number],
+        )
+        self.checked[number] = True
+        return record
 
     def index_of(self, sample_id: str) -> int:
         """The number of the document with this id. Raises `DraftsmithError` where the store has none."""
@@ -130,11 +140,10 @@ class _Shard:
             if found != should:
                 raise StoreError(f"{self.path}: {name} is {found} and should be {should}: the file is damaged")
 
-    def record(self, number: int, sample_id: str, length: int) -> Record:
+    def record(self, number: int, sample_id: str, length: int, *, check: bool) -> Record:
         start, end = self.offsets[number], self.offsets[number + 1]
-        stored: dict[str, Tensor] = {}
-        for name, rows in self.stored.items():
-            stored[name] = rows[start:end]
+        stored: dict[str, Tensor] = {name: rows[start:end] for name, rows in self.stored.items()}
+        for name in stored if check else ():
             found = checksum(stored[name])
             if found != self.checksums[name][number] or stored[name].shape[0] != length:
                 raise StoreError(

@@ -4,13 +4,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import cycle, islice
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.blocks.anchors import VisibleSlots, sample_anchors
+from draftsmith.blocks.anchors import Anchors, VisibleSlots, sample_anchors
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.build import build_blocks
 from draftsmith.blocks.layout import BlockLayout
@@ -18,8 +18,15 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.batch import PackedBatch
 from draftsmith.features.packing import collate, epoch_rows
 from draftsmith.training.flops import Work
-from draftsmith.training.read_ahead import read_ahead
+from draftsmith.training.read_ahead import read_ahead, tensors_of
+from draftsmith.training.slots import Filled, Packed, Slot, Slots, aligned, pack
 from draftsmith.training.source import FeatureSource
+
+BATCHES_AHEAD = 2
+"""Batches that each worker process makes ahead of the training."""
+
+BLOCK_BUCKET = 32
+"""The number of blocks a row is rounded up to a multiple of this, so that shapes repeat."""
 
 Rows = list[list[int]]
 """Rows of documents, each document by its index in the store."""
@@ -58,16 +65,6 @@ class MicroBatch:
         """The same on `device`; shapes and dtypes stay."""
         return replace(self, packed=self.packed.to(device), blocks=self.blocks.to(device))
 
-    def pin_memory(self) -> "MicroBatch":
-        """Called by the DataLoader, so that the copy to the GPU runs beside its work."""
-        tensors = {name: getattr(self.packed, name) for name in ("input_ids", "loss_mask", "positions", "document")}
-        packed = replace(
-            self.packed,
-            features={name: tensor.pin_memory() for name, tensor in self.packed.features.items()},
-            **{name: tensor.pin_memory() for name, tensor in tensors.items()},
-        )
-        return MicroBatch(packed, self.blocks.mapped(torch.Tensor.pin_memory), self.work)
-
 
 @dataclass(frozen=True)
 class BlockSampler:
@@ -84,11 +81,12 @@ class BlockSampler:
     seed: int
     visible_slots: VisibleSlots | None
 
-    def micro_batch(self, forward: Forward, epoch: int) -> MicroBatch:
-        """The documents of `forward`, with anchors drawn for (seed, epoch, document id)."""
+    def micro_batch(self, forward: Forward, epoch: int, slot: Slot | None = None) -> MicroBatch:
+        """The documents of `forward`, with anchors drawn for (seed, epoch, document id); their features lie in `slot`
+        where one is given."""
         flat = iter(self.source.records([index for row in forward.rows for index in row]))
         records = [[next(flat) for _ in row] for row in forward.rows]
-        packed = collate(records, self.tokens_per_row)
+        packed = collate(records, self.tokens_per_row, None if slot is None else slot.empty)
         if not forward.counted:
             packed = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
         anchors = sample_anchors(
@@ -100,6 +98,7 @@ class BlockSampler:
             seed=self.seed,
             epoch=epoch,
             visible_slots=self.visible_slots,
+            bucket=BLOCK_BUCKET,
         )
         blocks = build_blocks(
             packed.input_ids,
@@ -112,6 +111,19 @@ class BlockSampler:
         )
         tokens = sum(len(record.input_ids) for row in records for record in row)
         return MicroBatch(packed, blocks, Work.of(tokens, packed.positions, blocks) if forward.counted else Work())
+
+    def largest_micro_batch(self, rows: int) -> int:
+        """How many bytes the tensors of a micro-batch of so many rows take in a slot, at most: a block a token."""
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        anchors = Anchors(one, one.bool(), one + 1)
+        blocks = build_blocks(one, one.bool(), one, one, anchors, self.layout, self.mask_token_id)
+        layout = self.source.header.layout
+        features = {
+            name: one.new_zeros(1, 1, width, dtype=layout.feature_dtype) for name, width in layout.widths.items()
+        }
+        packed = PackedBatch(one, one.bool(), one, one, features, [])
+        places = rows * (self.tokens_per_row + BLOCK_BUCKET)
+        return sum(aligned(places * tensor.nbytes) for tensor in tensors_of(MicroBatch(packed, blocks, Work())))
 
 
 class StepPlan:
@@ -133,7 +145,7 @@ class StepPlan:
         seed: int,
     ) -> None:
         self._rows_per_step = rows_per_step
-        self._rows_per_forward = rows_per_forward
+        self.rows_per_forward = rows_per_forward
 
         @lru_cache(maxsize=2)
         def rows(epoch: int) -> Rows:
@@ -159,20 +171,37 @@ class StepPlan:
     def forwards(self, epoch: int, step: int, rank: int, num_ranks: int) -> list[Forward]:
         """What one process forwards in one step."""
         start = step * self._rows_per_step
-        return deal(self.rows(epoch)[start : start + self._rows_per_step], self._rows_per_forward, rank, num_ranks)
+        return deal(self.rows(epoch)[start : start + self._rows_per_step], self.rows_per_forward, rank, num_ranks)
 
 
-class _MicroBatches(Dataset[MicroBatch]):
-    """Makes micro-batches in the DataLoader's workers, which receive (epoch, forward) from the main process."""
+_Key = tuple[int, Forward]
+"""The epoch and the forward of a micro-batch."""
+
+
+class _MicroBatches:
+    """Micro-batches by their keys. documents: the source's number of every document that keys number."""
 
     def __init__(self, sampler: BlockSampler, documents: list[int]) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._documents = np.array(documents)  # one object, so that forked workers share its memory
 
-    def __getitem__(self, key: tuple[int, Forward]) -> MicroBatch:
+    def make(self, key: _Key, slot: Slot | None = None) -> MicroBatch:
         epoch, forward = key
         rows = [[int(self._documents[index]) for index in row] for row in forward.rows]
-        return self._sampler.micro_batch(replace(forward, rows=rows), epoch)
+        return self.sampler.micro_batch(replace(forward, rows=rows), epoch, slot)
+
+
+@dataclass(frozen=True)
+class _InSlots(Dataset[Packed]):
+    """Makes micro-batches in slots, in the DataLoader's workers, which receive (key, slot) from the main process."""
+
+    micro_batches: _MicroBatches
+    slots: Slots
+
+    def __getitem__(self, item: tuple[_Key, int]) -> Packed:
+        key, number = item
+        slot = self.slots.slot(number)
+        return pack(self.micro_batches.make(key, slot), number, slot)
 
 
 @dataclass(frozen=True)
@@ -190,7 +219,7 @@ class TrainingBatches:
 
     They are read ahead by `workers` processes (0: made when they are asked for), or by a thread where the source is
     live; on a GPU they are copied there ahead, too. documents: the source's number of every document that the plan
-    numbers.
+    numbers. Raises `DraftsmithError` where there is too little shared memory for the workers.
     """
 
     def __init__(
@@ -205,7 +234,7 @@ class TrainingBatches:
         device: torch.device,
     ) -> None:
         self._plan = plan
-        self._dataset = _MicroBatches(sampler, documents)
+        self._micro_batches = _MicroBatches(sampler, documents)
         self._rank = rank
         self._num_ranks = num_ranks
         self._workers = workers
@@ -222,23 +251,33 @@ class TrainingBatches:
                 yield Step(*position, number, islice(batches, number))
 
     def _loaded_batches(self, positions: list[tuple[int, int]]) -> Generator[MicroBatch, None, None]:
+        # The loader has so many keys at its workers at most. One batch more is on its way to the device, and its slot
+        # is free before the loader is asked for the next: slots can go round.
+        count = self._workers * BATCHES_AHEAD + 1
+        size = self._micro_batches.sampler.largest_micro_batch(self._plan.rows_per_forward)
+        slots = Slots(count, size, shared=self._workers > 0)
         loader = DataLoader(
-            self._dataset,
-            sampler=self._keys(positions),  # any iterable of the dataset's keys will do
+            _InSlots(self._micro_batches, slots),
+            sampler=zip(self._keys(positions), cycle(range(count))),  # any iterable of the dataset's keys will do
             batch_size=None,
             num_workers=self._workers,
-            pin_memory=self._device.type == "cuda",
+            prefetch_factor=BATCHES_AHEAD if self._workers else None,
             generator=torch.Generator(),  # the loader draws a seed; the run's own generator must not move
         )
-        batches = iter(loader)
+        packed = iter(loader)  # starts the workers, before there is a thread
+        filled = (slots.filled(each) for each in packed)
+        with slots.pinned(self._device), closing(self._moved(filled)) as batches:
+            yield from batches
+
+    def _moved(self, filled: Iterator[Filled[MicroBatch]]) -> Generator[MicroBatch, None, None]:
         if self._device.type == "cuda":
-            return read_ahead(batches, self._device)  # copied there beside the work on the batch before
-        return (batch.to(self._device) for batch in batches)
+            return read_ahead(filled, self._device)  # copied there beside the work on the batch before
+        return (batch.to(self._device) for batch in filled)
 
     def _live_batches(self, positions: list[tuple[int, int]]) -> Generator[MicroBatch, None, None]:
-        return read_ahead((self._dataset[key] for key in self._keys(positions)), self._device)
+        return read_ahead((self._micro_batches.make(key) for key in self._keys(positions)), self._device)
 
-    def _keys(self, positions: list[tuple[int, int]]) -> Iterator[tuple[int, Forward]]:
+    def _keys(self, positions: list[tuple[int, int]]) -> Iterator[_Key]:
         for position in positions:
             for forward in self._plan.forwards(*position, self._rank, self._num_ranks):
                 yield position[0], forward

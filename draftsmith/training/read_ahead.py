@@ -4,19 +4,19 @@ import queue
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-
-class Movable(Protocol):
-    """What moves to a device as a whole."""
-
-    def to(self, device: torch.device) -> Self: ...
+Batch = TypeVar("Batch")
+Moved = TypeVar("Moved", covariant=True)
 
 
-Batch = TypeVar("Batch", bound=Movable)
+class Movable(Protocol[Moved]):
+    """What becomes a batch on a device."""
+
+    def to(self, device: torch.device) -> Moved: ...
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Made(Generic[Batch]):
     error: BaseException | None = None
 
 
-def read_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
+def read_ahead(batches: Iterator[Movable[Batch]], device: torch.device) -> Generator[Batch, None, None]:
     """The same batches, on `device`, each made while the one before it is in use; an error is raised where its batch
     would come. On a GPU the thread has a stream of its own, so that both works overlap there as well."""
     made: queue.Queue[_Made[Batch]] = queue.Queue(maxsize=1)
@@ -69,7 +69,9 @@ def read_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batc
         thread.join()
 
 
-def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[tuple[Batch, torch.cuda.Event | None]]:
+def _on_device(
+    batches: Iterator[Movable[Batch]], device: torch.device
+) -> Iterator[tuple[Batch, torch.cuda.Event | None]]:
     if device.type != "cuda":
         for batch in batches:
             yield batch.to(device), None
@@ -82,20 +84,21 @@ def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[tuple
             yield moved, ready
 
 
-def _hand_over(batch: Movable, ready: torch.cuda.Event) -> None:
+def _hand_over(batch: object, ready: torch.cuda.Event) -> None:
     """Let the current stream wait for the batch, and its memory for the current stream."""
     stream = torch.cuda.current_stream()
     stream.wait_event(ready)
-    for tensor in _tensors(batch):
+    for tensor in tensors_of(batch):
         tensor.record_stream(stream)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in a tensor, a dictionary or a dataclass, and in what these hold."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for inner in value.values():
-            yield from _tensors(inner)
+            yield from tensors_of(inner)
     elif hasattr(value, "__dataclass_fields__"):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_of(getattr(value, field.name))

@@ -34,7 +34,8 @@ class StoreSource:
     live = False
 
     def __init__(self, store: Store, features: tuple[str, ...]) -> None:
-        self._store = Store.open(store.directory, features)
+        self.store = Store.open(store.directory, features)
+        self.store.checked.share_memory_()  # a document that one worker found whole need not be checked by the next
         self.header: StoreHeader = store.manifest.header
         self.fingerprint = store.manifest.index.sha256
         self.place = str(store.directory)
@@ -43,4 +44,4 @@ class StoreSource:
         self.supervised: Sequence[int] = store.supervised
 
     def records(self, documents: Sequence[int]) -> list[Record]:
-        return [self._store[document] for document in documents]
+        return [self.store[document] for document in documents]

@@ -111,3 +111,22 @@ def test_collate_refuses_what_does_not_fit() -> None:
     narrow = replace(b, features={"taps": b.features["taps"]})
     with pytest.raises(DraftsmithError, match="other features"):
         collate([[a, narrow]], 7)
+
+
+def test_memory_that_is_given_need_not_be_clean() -> None:
+    layout = stores.layout()
+    a, b, c = stores.records([3, 4, 5], layout)
+    plain = collate([[a, b], [c]], 9)
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def dirty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        shapes.append((shape, dtype))
+        return torch.full(shape, torch.nan, dtype=dtype)
+
+    filled = collate([[a, b], [c]], 9, dirty)
+    assert shapes == [((2, 9, width), torch.bfloat16) for width in layout.widths.values()]
+    assert filled.features.keys() == plain.features.keys()
+    for name, tensor in plain.features.items():
+        assert torch.equal(filled.features[name], tensor)
+        assert not filled.features[name][0, 7:].any()
+        assert filled.features[name][0, 3:7].equal(b.features[name])
