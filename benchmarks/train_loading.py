@@ -141,9 +141,18 @@ def stages(directory: Path, batches: int) -> None:
 
 
 def rate(
-    directory: Path, workers: int, batches: int, device: torch.device, host_ms: float, device_ms: float, windows: int
+    directory: Path,
+    workers: int,
+    batches: int,
+    device: torch.device,
+    *,
+    host_ms: float = 0.0,
+    device_ms: float = 0.0,
+    windows: int = 4,
+    seconds: float = float("inf"),
+    **labels: object,
 ) -> None:
-    """Take `batches` batches and print how long that took, by windows."""
+    """Take `batches` batches, or as many as `seconds` allow, and print how long that took, by windows."""
     plan, sampler, documents = parts_of(directory)
     source = TrainingBatches(plan, sampler, documents, rank=0, num_ranks=1, workers=workers, device=device)
     cuda = device.type == "cuda"
@@ -168,10 +177,14 @@ def rate(
                 done.pop(0).synchronize()  # as training looks at a step's verdict two steps later
         ends.append(time.perf_counter() - started)
         held.append(len(os.listdir("/proc/self/fd")))
+        if ends[-1] - ends[0] > seconds:
+            break
+    batches = len(ends)
     cpu = time.process_time() - cpu_before
     edges = [round(batches * part / windows) for part in range(windows + 1)]
     show(
         part="rate",
+        **labels,
         device=str(device),
         workers=workers,
         host_ms=host_ms,
@@ -219,6 +232,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop earlier, after so long")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--host-ms", type=float, default=0.0)
     parser.add_argument("--device-ms", type=float, default=0.0)
@@ -236,9 +250,10 @@ def main() -> None:
                 workers,
                 given.batches,
                 torch.device(given.device),
-                given.host_ms,
-                given.device_ms,
-                given.windows,
+                host_ms=given.host_ms,
+                device_ms=given.device_ms,
+                windows=given.windows,
+                seconds=given.seconds,
             )
 
 
