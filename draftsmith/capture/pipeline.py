@@ -57,8 +57,9 @@ def computed_batches(
 def _timed(backend: CaptureBackend, batch: Sequence[Sample]) -> Computed:
     """One batch, complete on its device."""
     features = backend.features(batch)
-    if features[0][next(iter(features[0]))].is_cuda:
-        torch.cuda.synchronize()
+    device = next(iter(features[0].values())).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return Computed(batch, features)
 
 

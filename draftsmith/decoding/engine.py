@@ -27,6 +27,7 @@ from draftsmith.decoding.step import Drafting, Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.location import current
 from draftsmith.targets.target import Target
 
 _FUSED_BLOCK_SIZE = 32
@@ -45,7 +46,8 @@ class Engine:
         self.target = target
         self.draft = draft
         self.options = options or EngineOptions()
-        self.stepper = self._stepper()
+        with current(target.device):
+            self.stepper = self._stepper()
         on_gpu = target.device.type == "cuda"
         if self.options.graphs == "on" and not on_gpu:
             raise DraftsmithError(f"graphs is on, but the target is on {target.device}; set it to auto or off")
@@ -139,12 +141,13 @@ class Engine:
     def step(self) -> None:
         """Takes waiting rows into free slots, reads prompts (one pass, if rows are in work meanwhile), decodes one
         step of all rows in work, and reads what earlier steps did."""
-        self._admit()
-        if self.pool is None:
-            return
-        self._prefill(self.pool)
-        launched = self._launch(self.pool)
-        self._read(self.pool, self._lag if launched else 0)
+        with current(self.target.device):
+            self._admit()
+            if self.pool is None:
+                return
+            self._prefill(self.pool)
+            launched = self._launch(self.pool)
+            self._read(self.pool, self._lag if launched else 0)
 
     # --- rows and slots -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.location import locate, read_config, resolve_device
+from draftsmith.targets.location import current, locate, read_config, resolve_device
 from draftsmith.targets.tensors import TensorFiles
 
 # Configuration fields by which some models scale what goes in or comes out, outside their embedding and head modules.
@@ -104,7 +104,8 @@ class TargetEnds(nn.Module):
         if hidden.is_cuda:
             from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax  # needs Triton, which a CPU may lack
 
-            return TokenChoice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))
+            with current(hidden.device):
+                return TokenChoice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))
         logits = self.project(hidden)
         return TokenChoice(logits.argmax(-1), logits.amax(-1).isfinite())
 

@@ -1,5 +1,6 @@
 """Where a target lies and how it is to be loaded: paths and devices as users write them."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def read_config(location: Location, revision: str | None, trust_remote_code: boo
             f"cannot read the configuration of target {location.source!r}, looked for "
             f"{'on the hub' if location.directory is None else 'in that directory'}: {error}"
         ) from error
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """While open, a CUDA device is the current one of this thread, on which kernels are launched and events recorded
+    whatever device their tensors are on. Whoever runs a target, or launches kernels on its tensors, opens it; for
+    another device it does nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def parse_device(device: str | torch.device, option: str = "device") -> torch.device | None:

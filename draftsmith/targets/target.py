@@ -18,7 +18,7 @@ from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.location import Location, locate, read_config, resolve_device
+from draftsmith.targets.location import Location, current, locate, read_config, resolve_device
 from draftsmith.targets.probe import check_ends
 from draftsmith.targets.taps import check_tap_ids, tap_layers
 
@@ -144,7 +144,8 @@ class Target:
             raise DraftsmithError("fusing a target needs Triton (pip install triton), which is not here") from error
         from draftsmith.targets.fused import fuse
 
-        self._fused = fuse(self._decoder, self.text_config, self.ends.embed, self.new_cache(1, _FUSE_PROBE))
+        with current(self.device):
+            self._fused = fuse(self._decoder, self.text_config, self.ends.embed, self.new_cache(1, _FUSE_PROBE))
 
     @property
     def fused(self) -> bool:
@@ -238,13 +239,13 @@ class Target:
             raise DraftsmithError("a target forward without taps, final state or cache computes nothing; ask for one")
         stop = cache is None and not final_state
         last_hidden: Tensor | None = None
-        if cache is not None and self._fused is not None:
-            with capturable_experts(self._decoder.config, self.device, self.dtype):
-                last_hidden, outputs = self._fused.forward(self.ends.embed(input_ids), positions, cache, tap_ids)
-            taps = torch.cat([outputs[i] for i in tap_ids], dim=-1) if tap_ids else None
-            return TargetStates(taps, last_hidden if final_state else None)
-        with tap_layers(self._layers, tap_ids, stop_after_last=stop) as outputs:
-            last_hidden = self._run_decoder(input_ids, positions, cache)
+        with current(self.device):
+            if cache is not None and self._fused is not None:
+                with capturable_experts(self._decoder.config, self.device, self.dtype):
+                    last_hidden, outputs = self._fused.forward(self.ends.embed(input_ids), positions, cache, tap_ids)
+            else:
+                with tap_layers(self._layers, tap_ids, stop_after_last=stop) as outputs:
+                    last_hidden = self._run_decoder(input_ids, positions, cache)
         taps = torch.cat([outputs[i] for i in tap_ids], dim=-1) if tap_ids else None
         return TargetStates(taps, last_hidden if final_state else None)
 
