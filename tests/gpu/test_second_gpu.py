@@ -42,7 +42,9 @@ def models(device: torch.device, *, fuse: bool) -> tuple[Target, Draft]:
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "own modules"])
 @pytest.mark.parametrize("graphs", ["on", "off"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_engine_decodes_there_what_it_decodes_here(fuse: bool, graphs: Literal["on", "off"], temperature: float) -> None:
+def test_the_engine_decodes_there_what_it_decodes_here(
+    fuse: bool, graphs: Literal["on", "off"], temperature: float
+) -> None:
     asked = Request.of(PROMPTS, max_new_tokens=40, sampling=SamplingOptions(temperature), seed=4)
     found = []
     for device in (FIRST, SECOND):
