@@ -12,7 +12,7 @@ from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import figures
 from draftsmith.bench.headline import summary_rows
 from draftsmith.bench.measure import bench, write_benchmark
-from draftsmith.bench.records import BenchReport, read_report
+from draftsmith.bench.records import VERSION, BenchReport, read_report
 from draftsmith.bench.tune import tune
 from draftsmith.blocks.accept import counted_verifies
 from draftsmith.capture.backends import BACKENDS
@@ -193,6 +193,7 @@ class Workspace(StoreStages):
         settings = {
             "drafts": {entry.name: directory_fingerprint(d) for entry, d in zip(entries, directories, strict=True)},
             "tuned": None if tuning is None else tuning.model_dump(mode="json"),
+            "format": VERSION,
             "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
             **self._settings("target", "bench"),
             "data": self._template_settings(),

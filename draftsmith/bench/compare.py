@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftsmith.bench.figures import accept_sums, decode_sums, speed_ratio
+from draftsmith.bench.headline import plural
 from draftsmith.bench.intervals import LOG_SCALE, PLAIN_SCALE, Estimate, jackknife
 from draftsmith.bench.records import PLAIN, BenchReport, Decoder, Round
 from draftsmith.errors import DraftsmithError
@@ -63,9 +64,10 @@ def compare(
         )
     rows: list[Comparison] = []
     notes = _setting_notes(first, second)
+    same = _same_prompts(first, second, notes)
     for size in sizes:
-        rows += _accept_lengths(first, second, one, other, size, notes)
-        rows += _speeds(first, second, one, other, size, notes)
+        rows += _accept_lengths(first, second, one, other, size, same)
+        rows += _speeds(first, second, one, other, size, same, notes)
     return Comparisons(one.name, other.name, rows, list(dict.fromkeys(notes)))
 
 
@@ -88,18 +90,29 @@ def _setting_notes(first: BenchReport, second: BenchReport) -> list[str]:
     ]
 
 
+def _same_prompts(first: BenchReport, second: BenchReport, notes: list[str]) -> set[str]:
+    """The ids under which both have the same questions. Ids alone do not tell: files that name none number their
+    lines."""
+    left, right = ({prompt.id: prompt for prompt in report.prompts} for report in (first, second))
+    common = left.keys() & right.keys()
+    same = {n for n in common if (left[n].turns, left[n].system) == (right[n].turns, right[n].system)}
+    others, alone = len(common) - len(same), len(left.keys() ^ right.keys())
+    if not same:
+        said = f" ({others} ids are in both, with other questions)" if others else ""
+        raise DraftsmithError(f"the two benchmarks have no prompt in common{said}; measure both on the same prompts")
+    if alone:
+        notes.append(f"{plural(alone, 'prompt is', 'prompts are')} in one of the two only; left out")
+    if others:
+        notes.append(f"{plural(others, 'id has', 'ids have')} other questions in the two; left out")
+    return same
+
+
 def _accept_lengths(
-    first: BenchReport, second: BenchReport, one: Decoder, other: Decoder, size: int, notes: list[str]
+    first: BenchReport, second: BenchReport, one: Decoder, other: Decoder, size: int, same: set[str]
 ) -> list[Comparison]:
     left = accept_sums(first.answers_of(one.name, size))
     right = accept_sums(second.answers_of(other.name, size))
-    common = [prompt for prompt in left if prompt in right]
-    if not common:
-        raise DraftsmithError("the two benchmarks have no prompt in common; measure both on the same prompts")
-    alone = len(left) + len(right) - 2 * len(common)
-    if alone:
-        notes.append(f"{alone} prompts are in one of the two only and were left out")
-    units = [(*left[prompt], *right[prompt]) for prompt in common]
+    units = [(*left[prompt], *right[prompt]) for prompt in left if prompt in same]
 
     def difference(sums: np.ndarray) -> np.ndarray:
         return sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1]
@@ -108,11 +121,18 @@ def _accept_lengths(
 
 
 def _speeds(
-    first: BenchReport, second: BenchReport, one: Decoder, other: Decoder, size: int, notes: list[str]
+    first: BenchReport,
+    second: BenchReport,
+    one: Decoder,
+    other: Decoder,
+    size: int,
+    same: set[str],
+    notes: list[str],
 ) -> list[Comparison]:
     left, right = _by_prompts(first, one.name, size), _by_prompts(second, other.name, size)
     bare_left, bare_right = _by_prompts(first, PLAIN, size), _by_prompts(second, PLAIN, size)
-    common = [key for key in left if key in right and key in bare_left and key in bare_right]
+    both_have = left.keys() & right.keys() & bare_left.keys() & bare_right.keys()
+    common = [key for key in left if key in both_have and same.issuperset(key[2:])]
     if not common:
         notes.append(f"batch size {size}: no round holds the same prompts in both, so speeds are not compared")
         return []

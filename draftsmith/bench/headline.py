@@ -20,6 +20,11 @@ def estimate(value: Estimate | None, digits: int = 2, suffix: str = "") -> str:
     return f"{text} ({value.low:,.{digits}f} to {value.high:,.{digits}f})"
 
 
+def plural(count: int, one: str, several: str) -> str:
+    """`1 prompt`, `3 prompts`."""
+    return f"{count:,} {one if count == 1 else several}"
+
+
 def percent(share: float | None) -> str:
     """A share as a percentage that says 100 only when it is whole."""
     if share is None:

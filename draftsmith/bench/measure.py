@@ -16,7 +16,7 @@ from draftsmith.bench.decoders import DraftEntry, RunningDecoder, Timed, describ
 from draftsmith.bench.figures import all_figures
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.page import render_page
-from draftsmith.bench.records import PLAIN, BenchAnswer, BenchReport, Decoder, Round, ShownText, equal_tokens, lines
+from draftsmith.bench.records import PLAIN, AskedPrompt, BenchAnswer, BenchReport, Decoder, Round, ShownText, equal_tokens, lines
 from draftsmith.bench.shown import show
 from draftsmith.data.prompts import Prompt
 from draftsmith.decoding.request import Request
@@ -51,6 +51,7 @@ def bench(
             run.measure(batch_size, stage)
     return BenchReport(
         setting=_setting(target, options),
+        prompts=[AskedPrompt(id=p.id, turns=p.turns, category=p.category, system=p.system) for p in prompts],
         decoders=[
             Decoder(name=PLAIN, memory_bytes=run.memory.get(PLAIN, {})),
             *(describe(entry, options, run.memory.get(entry.name, {})) for entry in drafts),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from draftsmith.bench.figures import Figures, all_figures
-from draftsmith.bench.headline import estimate, number, percent
+from draftsmith.bench.headline import estimate, number, percent, plural
 from draftsmith.bench.intervals import Estimate
 from draftsmith.bench.page_text import LEGEND, render_text
 from draftsmith.bench.records import PLAIN, BenchReport
@@ -24,7 +24,7 @@ def render_page(report: BenchReport) -> str:
     target = str(setting["target"]).rsplit("/", 1)[-1]
     sampling = "greedy" if setting["temperature"] == 0 else f"temperature {setting['temperature']}"
     subtitle = (
-        f"{target} in {setting['dtype']} on {setting['device']}, {first[0].prompts} prompts, {sampling}, up to "
+        f"{target} in {setting['dtype']} on {setting['device']}, {plural(first[0].prompts, 'prompt', 'prompts')}, {sampling}, up to "
         f"{setting['max_new_tokens']} new tokens"
     )
     body = [

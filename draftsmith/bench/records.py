@@ -16,7 +16,7 @@ from draftsmith.errors import DraftsmithError
 PLAIN = "plain"
 """The decoder without a draft."""
 
-VERSION = 3
+VERSION = 4
 """Of the file format."""
 
 
@@ -24,6 +24,16 @@ class Record(BaseModel):
     """Base of the records: unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AskedPrompt(Record):
+    """A prompt that was measured. id: what answers and rounds call it; turns: the questions, as they were before any
+    chat template; system: the prompt's own system message."""
+
+    id: str
+    turns: tuple[str, ...]
+    category: str | None = None
+    system: str | None = None
 
 
 class Decoder(Record):
@@ -120,6 +130,7 @@ class BenchReport(Record):
 
     version: int = VERSION
     setting: dict[str, Any]
+    prompts: list[AskedPrompt]
     decoders: list[Decoder]
     rounds: list[Round]
     answers: list[BenchAnswer]
@@ -151,9 +162,10 @@ def equal_tokens(left: list[int], right: list[int]) -> int:
 
 
 def lines(report: BenchReport) -> Iterator[str]:
-    """The records as JSON Lines: each has a `kind`: `setting`, `decoder`, `round`, `answer` or `shown`."""
+    """The records as JSON Lines: each has a `kind`: `setting`, `prompt`, `decoder`, `round`, `answer`, `shown`."""
     yield json.dumps({"kind": "setting", "version": report.version, **report.setting}, ensure_ascii=False)
     kinds: tuple[tuple[str, list[Any]], ...] = (
+        ("prompt", report.prompts),
         ("decoder", report.decoders),
         ("round", report.rounds),
         ("answer", report.answers),

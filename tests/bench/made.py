@@ -2,7 +2,7 @@
 
 import torch
 
-from draftsmith.bench.records import PLAIN, BenchAnswer, BenchReport, Decoder, Round
+from draftsmith.bench.records import PLAIN, AskedPrompt, BenchAnswer, BenchReport, Decoder, Round
 from draftsmith.targets.target import Target
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -57,6 +57,7 @@ def report(answers: list[BenchAnswer], rounds: list[Round] | None = None, **sett
     said = {"target": "t", "dtype": "float32", "device": "cpu", "temperature": 0.0, "max_new_tokens": 9}
     return BenchReport(
         setting=said | setting,
+        prompts=[AskedPrompt(id=name, turns=(f"what is {name}",)) for name in dict.fromkeys(a.prompt for a in answers)],
         decoders=[Decoder(name=PLAIN), Decoder(name="d", method="dflash", layers=1, block_size=6, proposals=5)],
         rounds=rounds,
         answers=answers,

@@ -51,11 +51,28 @@ def test_a_difference_within_the_interval_is_noise():
 def test_what_is_in_one_of_them_only_is_said():
     found = compare(measured(prompts=12), measured(prompts=9))
     assert found.rows[0].units == 9
-    assert "3 prompts are in one of the two only and were left out" in found.notes
+    assert "3 prompts are in one of the two only; left out" in found.notes
+    assert "1 prompt is in one of the two only; left out" in compare(measured(), measured(prompts=11)).notes
     other = report([answer("p1", [2, 3]), answer("p2", [4]), answer("p3", [4])], max_new_tokens=50, device="gpu")
     notes = compare(measured(), other).notes
     assert "max_new_tokens differs: 9 and 50" in notes
     assert "device differs: cpu and gpu" in notes
+
+
+def asked_otherwise(found, ids):
+    """The same benchmark, of other questions under some ids."""
+    prompts = [p.model_copy(update={"turns": ("another",)}) if p.id in ids else p for p in found.prompts]
+    return found.model_copy(update={"prompts": prompts})
+
+
+def test_one_id_with_two_questions_is_not_one_prompt():
+    found = compare(measured(), asked_otherwise(measured(gain=1), {"p0", "p7"}))
+    assert [row.units for row in found.rows] == [10] * 4
+    assert "2 ids have other questions in the two; left out" in found.notes
+    other_category = [prompt.model_copy(update={"category": "words"}) for prompt in measured().prompts]
+    assert compare(measured(), measured().model_copy(update={"prompts": other_category})).rows[0].units == 12
+    with pytest.raises(DraftsmithError, match=r"no prompt in common \(12 ids are in both, with other questions\)"):
+        compare(measured(), asked_otherwise(measured(), {prompt.id for prompt in measured().prompts}))
 
 
 def test_what_cannot_be_compared():

@@ -118,6 +118,8 @@ def test_all_figures_follow_from_the_lines(measured, tmp_path):
             max(len(a["token_ids"]), a["plain_tokens"]) for a in answers
         )
         assert said["equal_share"] == pytest.approx(equal)
+    asked = [x for x in lines if x["kind"] == "prompt"]
+    assert [(x["id"], *x["turns"]) for x in asked] == [(prompt.id, *prompt.turns) for prompt in PROMPTS]
     assert read_report(tmp_path / "bench.json") == measured
 
 
