@@ -104,6 +104,7 @@ def stages(directory: Path, batches: int) -> None:
 
     plan, sampler, _ = parts_of(directory)
     slots = Slots(1, sampler.largest_micro_batch(1), shared=True)
+    batches = min(batches, len(plan.rows(0)) - 1)  # every document is read, and so checked, for the first time once
     timed, size = Stages(), 0
     for number in range(batches + 1):
         if number == 1:
