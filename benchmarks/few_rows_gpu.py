@@ -64,7 +64,15 @@ CYCLES = (
     ("domino", 1, 16), ("dspark", 1, 16), ("dflash", 1, 15), ("domino", 1, 15), ("dspark", 1, 15),
     ("dflash", 2, 15), ("domino", 2, 15), ("dspark", 2, 15),
 )  # fmt: skip
-LIMITS = (16, 32)  # rows that the kernel takes: before, and now
+# Rows that the kernel takes, and how it reads the weights; `swept` are the best tiles of a sweep in the same run.
+WAYS: dict[str, dict[str, Any]] = {
+    "16": {"limit": 16}, "32": {"limit": 32}, "32 held": {"limit": 32, "held": 8},
+    "32 late": {"limit": 32, "late": True}, "32 swept": {"limit": 32, "best": True},
+}  # fmt: skip
+LARGE_WAYS = {
+    **{name: WAYS[name] for name in ("16", "32", "32 late")},
+    "32 late 2": {"limit": 32, "held": 2, "late": True},
+}
 
 
 class Tiles(NamedTuple):
@@ -75,26 +83,34 @@ class Tiles(NamedTuple):
     block_k: int
     warps: int
     stages: int
+    held: int = 1
+    late: bool = False
+
+    def __str__(self) -> str:
+        return "/".join(str(int(value)) for value in self)
 
 
 # By inner dimension for SmolLM2, where every part should be whole blocks.
 SMALL: dict[int, tuple[Tiles, ...]] = {
     576: tuple(Tiles(*t) for t in (
-        (1, 64, 64, 4, 5), (3, 64, 64, 4, 3), (3, 64, 64, 4, 2), (9, 64, 64, 4, 2), (1, 32, 64, 4, 5),
-        (3, 32, 64, 4, 3), (3, 32, 64, 2, 3), (9, 32, 64, 4, 2), (1, 16, 64, 2, 5), (3, 16, 64, 2, 3),
+        (1, 64, 64, 4, 5), (3, 64, 64, 4, 3), (3, 64, 64, 4, 3, 3), (3, 64, 64, 4, 3, 1, True), (3, 64, 64, 2, 3, 3),
+        (9, 64, 64, 4, 2), (1, 32, 64, 4, 5), (3, 32, 64, 4, 3), (3, 32, 64, 4, 3, 3), (3, 32, 64, 2, 3, 3),
+        (1, 32, 64, 4, 5, 4, True), (9, 32, 64, 4, 2), (3, 16, 64, 2, 3, 3),
     )),
     1536: tuple(Tiles(*t) for t in (
-        (4, 64, 128, 4, 3), (4, 64, 128, 4, 2), (2, 64, 128, 4, 3), (6, 64, 128, 4, 2), (12, 64, 128, 4, 2),
-        (8, 64, 64, 4, 3), (4, 64, 64, 4, 5), (4, 32, 128, 4, 3), (8, 32, 64, 4, 3), (8, 32, 64, 2, 3),
+        (4, 64, 128, 4, 3), (4, 64, 128, 4, 3, 3), (4, 64, 128, 4, 3, 1, True), (6, 64, 128, 4, 3, 2),
+        (12, 64, 128, 4, 2), (8, 64, 64, 4, 3), (8, 64, 64, 4, 3, 3), (4, 32, 128, 4, 3, 3), (8, 32, 64, 4, 3, 3),
+        (8, 32, 64, 2, 3, 3),
     )),
     2880: tuple(Tiles(*t) for t in (
-        (9, 64, 64, 4, 3), (5, 64, 64, 4, 5), (15, 64, 64, 4, 3), (9, 32, 64, 4, 3), (15, 32, 64, 2, 3),
-        (5, 32, 64, 4, 5),
+        (9, 64, 64, 4, 3), (9, 64, 64, 4, 3, 5), (15, 64, 64, 4, 3, 3), (9, 32, 64, 4, 3, 5), (15, 32, 64, 2, 3, 3),
+        (5, 32, 64, 4, 5, 4, True),
     )),
 }  # fmt: skip
 LARGE = (
-    (64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 5), (64, 64, 4, 6), (128, 64, 4, 3),
-    (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3), (64, 256, 4, 2),
+    (64, 128, 4, 3), (64, 128, 4, 3, 1, True), (64, 128, 4, 3, 2, True), (64, 128, 4, 4), (64, 64, 4, 4),
+    (64, 64, 4, 5), (64, 64, 4, 5, 2, True), (64, 64, 4, 4, 4, True), (128, 64, 4, 3), (128, 64, 4, 4),
+    (128, 64, 4, 3, 2, True), (128, 64, 8, 4), (128, 128, 8, 3),
 )  # fmt: skip
 LARGE_SPLITS = {"qkv": (1, 2, 4), "out": (2, 4), "gate_up": (1, 2), "down": (2, 4), "taps": (4, 8)}
 
@@ -172,17 +188,16 @@ class Bench:
                 say(part="sweep", model=model, name=name, rows=rows, chosen_us=chosen, us_by_tiles=table)
 
     @contextmanager
-    def product_of(self, limit: int, best: bool = False) -> Iterator[None]:
-        """The kernel takes `limit` rows, in the tiles that a sweep found best where asked for."""
+    def product_of(self, limit: int, best: bool = False, **options: int) -> Iterator[None]:
+        """The kernel takes `limit` rows; with other options, or in the tiles that a sweep found best."""
         rows, kernel = skinny.MAX_ROWS, skinny.skinny_linear
 
         def tuned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             tiles = self.best.get((x.numel() // x.shape[-1], *weight.shape))
-            return kernel(x, weight, **({} if tiles is None else tiles._asdict()))
+            return kernel(x, weight, **(tiles._asdict() if best and tiles is not None else options))
 
         skinny.MAX_ROWS = limit
-        if best:
-            skinny.skinny_linear = tuned
+        skinny.skinny_linear = tuned  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -193,10 +208,8 @@ class Bench:
         drafts = {method: random_draft(**METHODS[method]) for method in dict.fromkeys(case[0] for case in cases)}
         for method, batch, proposals in cases:
             runs = {}
-            # The best of a sweep are by exact numbers of rows.
-            ways = [(str(limit), limit, False) for limit in LIMITS] + ([("swept", 32, True)] if self.best else [])
-            for name, limit, best in ways:
-                with self.product_of(limit, best):
+            for name, way in WAYS.items():
+                with self.product_of(**way):
                     engine = Engine(target, drafts[method], EngineOptions(slots=batch, num_proposals=proposals))
                     runs[name] = step_graph(engine, batch, 512)[0]
             if self.quick:
@@ -217,10 +230,10 @@ class Bench:
         target = target_gpu.random_target("qwen3-8b", True)
         for batch, context, width in ((1, 512, 16), (1, 512, 17), (1, 512, 24), (2, 512, 16), (2, 512, 17)):
             found = {}
-            for limit in LIMITS:
-                with self.product_of(limit):
+            for name, way in LARGE_WAYS.items():
+                with self.product_of(**way):
                     graph, inputs = target_gpu.captured_step(target, batch, context, width)
-                found[limit] = round(target_gpu.median_seconds(graph.replay, 1 if self.quick else 20) * 1e3, 3)
+                found[name] = round(target_gpu.median_seconds(graph.replay, 1 if self.quick else 20) * 1e3, 3)
                 del graph, inputs
             floor = target_gpu.step_bytes(target, batch, context) / self.bandwidth * 1e3
             say(part="target", batch=batch, context=context, width=width, ms=found, floor_ms=round(floor, 3))

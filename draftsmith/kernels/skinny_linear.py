@@ -19,9 +19,28 @@ def skinny_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @triton.jit
+def _weights(source, output_ok, columns, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    if EVEN:  # a mask along the contiguous dimension would break its loads into small ones
+        weights = tl.load(source)
+    else:
+        weights = tl.load(source, mask=output_ok[:, None] & (columns < inner)[None, :], other=0.0)
+    return weights
+
+
+@triton.jit
+def _inputs(source, row_ok, columns, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    if EVEN:
+        inputs = tl.load(source, mask=row_ok[None, :], other=0.0)
+    else:
+        inputs = tl.load(source, mask=row_ok[None, :] & (columns < inner)[:, None], other=0.0)
+    return inputs
+
+
+@triton.jit
 def _skinny_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, out_ptr, num_rows, x_stride, weight_stride, num_outputs, inner, part,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, ALL_HELD: tl.constexpr,
+    LATE: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -33,27 +52,29 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     weights = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride + columns[None, :]
     inputs = x_ptr + rows[None, :] * x_stride + columns[:, None]
     # The first weights are on their way while the kernel before this one still computes x.
-    if EVEN:  # a mask along the contiguous dimension would break its loads into small ones
-        w = tl.load(weights)
-    else:
-        w = tl.load(weights, mask=output_ok[:, None] & (columns < inner)[None, :], other=0.0)
+    held = (_weights(weights, output_ok, columns, inner, EVEN),)
+    for index in tl.static_range(1, HELD):
+        offset = index * BLOCK_K
+        held += (_weights(weights + offset, output_ok, columns + offset, inner, EVEN),)  # type: ignore[assignment]
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if EVEN:
-        x = tl.load(inputs, mask=row_ok[None, :], other=0.0)
-    else:
-        x = tl.load(inputs, mask=row_ok[None, :] & (columns < inner)[:, None], other=0.0)
-    acc = tl.dot(w, x, input_precision="ieee")
-    for offset in range(BLOCK_K, part, BLOCK_K):
-        if EVEN:
-            w = tl.load(weights + offset)
-            x = tl.load(inputs + offset, mask=row_ok[None, :], other=0.0)
-        else:
-            column_ok = columns + offset < inner
-            w = tl.load(weights + offset, mask=output_ok[:, None] & column_ok[None, :], other=0.0)
-            x = tl.load(inputs + offset, mask=row_ok[None, :] & column_ok[:, None], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+    begun = (_inputs(inputs, row_ok, columns, inner, EVEN),)
+    for index in tl.static_range(1, HELD):
+        offset = index * BLOCK_K
+        begun += (_inputs(inputs + offset, row_ok, columns + offset, inner, EVEN),)  # type: ignore[assignment]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if not LATE:
+        for index in tl.static_range(HELD):
+            acc = tl.dot(held[index], begun[index], acc, input_precision="ieee")
+    if not ALL_HELD:  # the loop's buffers take shared memory
+        for offset in range(HELD * BLOCK_K, part, BLOCK_K):
+            w = _weights(weights + offset, output_ok, columns + offset, inner, EVEN)
+            x = _inputs(inputs + offset, row_ok, columns + offset, inner, EVEN)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    if LATE:
+        for index in tl.static_range(HELD):
+            acc = tl.dot(held[index], begun[index], acc, input_precision="ieee")
     target = out_ptr + (split * num_rows + rows[None, :]).to(tl.int64) * num_outputs + outputs[:, None]
     tl.store(target, acc, mask=output_ok[:, None] & row_ok[None, :])
 
@@ -68,6 +89,8 @@ def skinny_linear(
     block_k: int | None = None,
     warps: int = 4,
     stages: int | None = None,
+    held: int = 1,
+    late: bool = False,
 ) -> Tensor:
     """x W^T as S addends [S, ..., N] in fp32, to be summed in order by whoever reads them next.
 
@@ -75,7 +98,9 @@ def skinny_linear(
     dimension is split into `splits` parts so that enough programs read the matrix at once; each addend is the sum over
     its part, so the result does not depend on timing, and a row's not on the other rows. Up to 16 rows share a tile of
     16 and more one of 32 (`block_m`). The remaining options are tile sizes; all are chosen from the shape where not
-    given. Raises `ValueError` for more rows, or shapes or dtypes that do not fit.
+    given; held: tiles of weights that a program fetches before it waits for x, each in registers of its own, at most
+    those of its part; late: these come last in the sum, so that all other loads begin before any is used.
+    Raises `ValueError` for more rows, or shapes or dtypes that do not fit.
     """
     outputs, inner = weight.shape
     rows = x.numel() // inner
@@ -90,6 +115,7 @@ def skinny_linear(
     splits, block_n, block_k = splits or chosen[0], block_n or chosen[1], block_k or chosen[2]
     part = triton.cdiv(triton.cdiv(inner, splits), block_k) * block_k
     splits = triton.cdiv(inner, part)
+    held = min(held, part // block_k)
     if stages is None:
         # Where parts are short, three programs of three stages on a multiprocessor beat two of four. With 32 rows of
         # 128 columns in each stage, four leave room for one program only.
@@ -99,8 +125,8 @@ def skinny_linear(
     out = torch.empty(splits, *x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     _skinny_kernel[(triton.cdiv(outputs, block_n), splits)](
         x, weight, out, rows, inner, weight.stride(0), outputs, inner, part,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=outputs % block_n == 0 and inner % part == 0,
-        num_warps=warps, num_stages=stages, **overlapping(x.device),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, HELD=held, ALL_HELD=held * block_k == part, LATE=late,
+        EVEN=outputs % block_n == 0 and inner % part == 0, num_warps=warps, num_stages=stages, **overlapping(x.device),
     )  # fmt: skip
     return out
 
