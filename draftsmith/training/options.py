@@ -65,8 +65,8 @@ class TrainOptions(_Section):
     over contexts. auto: dense on the CPU; on CUDA anchored where the kernels take the draft's heads and blocks and the
     precision, else flex."""
     data_workers: Annotated[int, Field(ge=0)] | None = None
-    """Processes that read and pack batches ahead of training, two each, in shared memory (/dev/shm). None: 4 on CUDA, 0 on
-    the CPU."""
+    """Processes that read and pack batches ahead of training, two each, in shared memory (/dev/shm). None: 4 on CUDA,
+    0 on the CPU."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """What several processes share. ddp: each holds the whole draft. fsdp: weights, gradients, optimiser state and
     checkpoints are split over them; the weights are gathered for the forward and backward of a step."""
