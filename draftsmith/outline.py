@@ -15,6 +15,7 @@ from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.targets.location import locate, read_config
 from draftsmith.targets.options import TargetOptions
+from draftsmith.targets.rope import text_window
 from draftsmith.targets.target import Target
 
 
@@ -76,7 +77,7 @@ class TargetOutline:
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(self.text_config.max_position_embeddings)
+        return text_window(self.text_config)
 
     @property
     def embedding_scale(self) -> float | None:

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.drafts.config import DraftConfig, TargetSizes
+from draftsmith.drafts.config import ROPE_TYPES, DraftConfig, TargetSizes
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.taps import check_tap_ids, default_tap_ids
 
@@ -169,4 +169,11 @@ def _target_rope(text_config: Any) -> dict[str, Any]:
     """The target's rope; of a target that has one for each kind of layer, that of the full layers."""
     rope = text_config.rope_parameters
     rope = rope.get("full_attention", rope)
+    if rope["rope_type"] == "dynamic":  # which within the target's window is the default one
+        rope = {**rope, "rope_type": "default", "factor": None, "original_max_position_embeddings": None}
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise DraftsmithError(
+            f"the target's rope is of type {rope['rope_type']!r}, and a draft's may be {', '.join(ROPE_TYPES)}; set "
+            f"draft.rope_theta for a plain one (the target's is {rope['rope_theta']})"
+        )
     return {name: value for name, value in rope.items() if value is not None}

@@ -50,6 +50,10 @@ _ROPE_REQUIRED: dict[str, frozenset[str]] = {
 }
 
 
+ROPE_TYPES = tuple(_ROPE_FIELDS)
+"""The kinds of rope that a draft may have."""
+
+
 class RopeConfig(_Checked):
     """Rotary embedding, in the fields of Hugging Face's `rope_parameters` (`layouts` turns older spellings into
     them)."""

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.targets.ends import check_no_other_scales, embedding_scale
 from draftsmith.targets.location import locate, read_config
 from draftsmith.targets.options import TargetOptions
+from draftsmith.targets.rope import text_window
 
 
 @dataclass(frozen=True)
@@ -48,4 +49,4 @@ class TargetDescription:
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(self.text_config.max_position_embeddings)
+        return text_window(self.text_config)

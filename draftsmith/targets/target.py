@@ -20,6 +20,7 @@ from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.location import Location, current, locate, read_config, resolve_device
 from draftsmith.targets.probe import check_ends
+from draftsmith.targets.rope import depends_on_length, tell_window, text_window
 from draftsmith.targets.taps import check_tap_ids, tap_layers
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ class Target:
             )
         self._layers = layers
         self._fused: FusedDecoder | None = None
-        self.max_position_embeddings: int = limit
+        self.max_position_embeddings = text_window(self.text_config)
+        """Positions that a text may have: the model's own, or fewer (`targets.rope`)."""
+        tell_window(source, self.text_config)
         self.ends = TargetEnds.from_model(model, self.text_config)
         check_ends(model, self._decoder, layers[0], self.ends)
 
@@ -153,8 +156,12 @@ class Target:
         return self._fused is not None
 
     def _fuses_by_itself(self) -> bool:
-        """Whether 'auto' fuses this target: on a CUDA device, if its kind of layer is known."""
+        """Whether 'auto' fuses this target: on a CUDA device, if its kind of layer is known, and its angles by
+        position."""
         if self.device.type != "cuda":
+            return False
+        if depends_on_length(self.text_config):
+            _LOG.info("target %s: its rope depends on the length of the text, so its own code runs", self.source)
             return False
         from draftsmith.targets.joining import STYLES
 
