@@ -62,9 +62,10 @@ class Slot:
     def place(self, tensor: Tensor) -> _Place:
         """Where `tensor` lies in the slot, after it was copied there if it did not yet."""
         shape = tuple(tensor.shape)
-        if tensor.untyped_storage().data_ptr() != self._memory.untyped_storage().data_ptr():
+        elsewhere = tensor.untyped_storage().data_ptr() != self._memory.untyped_storage().data_ptr()
+        if elsewhere or not tensor.is_contiguous():
             tensor = self.empty(shape, tensor.dtype).copy_(tensor)
-        return tensor.data_ptr() - self._memory.data_ptr(), shape, tensor.dtype
+        return tensor.storage_offset() * tensor.itemsize - self._memory.storage_offset(), shape, tensor.dtype
 
 
 class Slots:

@@ -66,10 +66,15 @@ def test_a_tensor_made_in_the_slot_is_not_copied():
     slot.empty((5,), torch.bool)
     made = slot.empty((3, 7), torch.float32)
     used = slot.used
-    packed = pack([made[:2]], 0, slot)
+    packed = pack([made[:2], made[:0]], 0, slot)
     assert packed.used == used
     made.copy_(torch.arange(21.0).view(3, 7))  # after packing, and seen nevertheless
-    assert torch.equal(slots.filled(packed).to(CPU)[0], torch.arange(14.0).view(2, 7))
+    found, nothing = slots.filled(packed).to(CPU)
+    assert torch.equal(found, torch.arange(14.0).view(2, 7))
+    assert nothing.shape == (0, 7)
+    turned = pack(made.T, 0, slot)
+    assert turned.used > used
+    assert torch.equal(slots.filled(turned).to(CPU), torch.arange(21.0).view(3, 7).T)
 
 
 def test_a_full_slot_and_full_memory_are_refused():
