@@ -10,7 +10,7 @@ from typing import Any
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import figures
-from draftsmith.bench.headline import summary_rows
+from draftsmith.bench.headline import summary_lines
 from draftsmith.bench.measure import bench, write_benchmark
 from draftsmith.bench.records import VERSION, BenchReport, read_report
 from draftsmith.bench.tune import tune
@@ -200,8 +200,8 @@ class Workspace(StoreStages):
         }
         self._perform("bench", settings, recipe.bench_json, work, fresh=fresh, redo=True)
         report = read_report(recipe.bench_json)
-        for label, value in summary_rows(report):
-            self.say(f"bench: {label}: {value}")
+        for line in summary_lines(report):
+            self.say(f"bench: {line}")
         self.say(f"bench: {recipe.bench_json}, {recipe.bench_lines}, {recipe.bench_page}")
         return report
 

@@ -25,10 +25,12 @@ class Slots:
 
 @dataclass(frozen=True)
 class Figures:
-    """One decoder at one batch size; what plain decoding has no meaning for is None or empty."""
+    """One decoder at one batch size; what plain decoding has no meaning for is None or empty. rows: the most that were
+    decoded side by side, below the batch size where there were not as many prompts."""
 
     decoder: str
     batch_size: int
+    rows: int
     prompts: int
     new_tokens: int
     tokens_per_second: Estimate | None
@@ -45,6 +47,11 @@ class Figures:
     equal_prompts: float | None
     equal_at_width: float | None
     memory_bytes: int | None
+
+    @property
+    def batch(self) -> str:
+        """The batch size in words."""
+        return f"batch size {self.batch_size}" + (f", {self.rows} rows" if self.rows < self.batch_size else "")
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -74,6 +81,7 @@ def figures(report: BenchReport, decoder: Decoder, batch_size: int) -> Figures:
     return Figures(
         decoder=decoder.name,
         batch_size=batch_size,
+        rows=min(batch_size, max(len(r.prompts) for r in rounds)),
         prompts=len({answer.prompt for answer in answers}),
         new_tokens=sum(len(answer.token_ids) for answer in answers),
         tokens_per_second=jackknife(_whole(rounds), ratio, LOG_SCALE),

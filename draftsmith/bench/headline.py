@@ -33,7 +33,7 @@ def percent(share: float | None) -> str:
 
 
 def summary_rows(report: BenchReport) -> list[tuple[str, str]]:
-    """The headline figures (label, value) of every draft at every batch size, for the console."""
+    """The headline figures (label, value) of every draft at every batch size."""
     figures = all_figures(report)
     plain = {f.batch_size: f for f in figures if f.decoder == PLAIN}
     several = len(report.drafts) > 1 or len(report.batch_sizes) > 1
@@ -44,15 +44,59 @@ def summary_rows(report: BenchReport) -> list[tuple[str, str]]:
     return rows
 
 
+def summary_lines(report: BenchReport) -> list[str]:
+    """The headline figures for the console: of one draft at one batch size one a line, of several a table."""
+    if len(report.drafts) == 1 and len(report.batch_sizes) == 1:
+        return [f"{label}: {value}" for label, value in summary_rows(report)]
+    figures = all_figures(report)
+    header = ("batch", "decoder", "accept length", "tokens/s", "speed-up", "decode speed-up", "first token", "cycle")
+    cells = [header, *(_cells(found) for found in figures)]
+    if any(found.equal_at_width is not None for found in figures):
+        equal = ("equal answers", *(percent(found.equal_at_width) for found in figures))
+        cells = [(*row, last) for row, last in zip(cells, equal, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+
+
+def milliseconds(seconds: float | None, digits: int) -> str:
+    """Seconds as milliseconds; a dash where there are none."""
+    return "-" if seconds is None else number(seconds * 1e3, digits, " ms")
+
+
+def gibibytes(size: int | None) -> str:
+    """Bytes as GiB; a dash where they are not known."""
+    return "-" if size is None else number(size / 2**30, 2, " GiB")
+
+
+def _cells(found: Figures) -> tuple[str, ...]:
+    return (
+        str(found.batch_size),
+        found.decoder,
+        estimate(found.accept_length),
+        number(None if found.tokens_per_second is None else found.tokens_per_second.value, 1),
+        estimate(found.speedup, 2, "x"),
+        estimate(found.decode_speedup, 2, "x"),
+        milliseconds(found.first_token_seconds, 1),
+        milliseconds(found.cycle_seconds, 2),
+    )
+
+
 def _rows(found: Figures, plain: Figures, several: bool) -> list[tuple[str, str]]:
     where = f"{found.decoder}, batch {found.batch_size}: " if several else ""
     speed, base = found.tokens_per_second, plain.tokens_per_second
-    return [
-        (f"{where}accept length (tokens per verify)", estimate(found.accept_length)),
-        (f"{where}plain tokens/s", number(None if base is None else base.value, 1)),
-        (f"{where}speculative tokens/s", number(None if speed is None else speed.value, 1)),
-        (f"{where}speed-up", estimate(found.speedup, 2, "x")),
-        (f"{where}tokens equal to plain greedy decoding", percent(found.equal_share)),
-        (f"{where}answers equal to it, at its own or the verify's width", percent(found.equal_at_width)),
-        (f"{where}prompts / new tokens", f"{found.prompts} / {found.new_tokens:,}"),
+    rows = [
+        ("accept length (tokens per verify)", estimate(found.accept_length)),
+        ("plain tokens/s", number(None if base is None else base.value, 1)),
+        ("speculative tokens/s", number(None if speed is None else speed.value, 1)),
+        ("speed-up", estimate(found.speedup, 2, "x")),
+        ("speed-up after the first token", estimate(found.decode_speedup, 2, "x")),
+        ("time to the first token", milliseconds(found.first_token_seconds, 1)),
+        ("time of a cycle", milliseconds(found.cycle_seconds, 2)),
     ]
+    if found.memory_bytes is not None:
+        rows.append(("memory", gibibytes(found.memory_bytes)))
+    if found.equal_share is not None:
+        rows.append(("tokens equal to plain greedy decoding", percent(found.equal_share)))
+        rows.append(("answers equal to it, at its own or the verify's width", percent(found.equal_at_width)))
+    rows.append(("prompts / new tokens", f"{found.prompts} / {found.new_tokens:,}"))
+    return [(where + label, value) for label, value in rows]

@@ -1,6 +1,7 @@
 """Runs drafts against plain decoding of the same target, in one process, in turn, and records what they did."""
 
 import json
+import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,17 @@ from draftsmith.bench.decoders import DraftEntry, RunningDecoder, Timed, describ
 from draftsmith.bench.figures import all_figures
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.page import render_page
-from draftsmith.bench.records import PLAIN, AskedPrompt, BenchAnswer, BenchReport, Decoder, Round, ShownText, equal_tokens, lines
+from draftsmith.bench.records import (
+    PLAIN,
+    AskedPrompt,
+    BenchAnswer,
+    BenchReport,
+    Decoder,
+    Round,
+    ShownText,
+    equal_tokens,
+    lines,
+)
 from draftsmith.bench.shown import show
 from draftsmith.data.prompts import Prompt
 from draftsmith.decoding.request import Request
@@ -24,6 +35,8 @@ from draftsmith.decoding.rng import row_seeds
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Progress, SilentProgress, Stage
 from draftsmith.targets.target import Target
+
+_log = logging.getLogger(__name__)
 
 
 def bench(
@@ -45,6 +58,13 @@ def bench(
     no prompt, no draft, or a name is used twice.
     """
     _check(drafts, prompts)
+    for size in options.batch_size:
+        if size > len(prompts):
+            _log.warning(
+                "bench.batch_size has %d, and there are %d prompts: no more rows than that are decoded side by side",
+                size,
+                len(prompts),
+            )
     run = _Bench(target, drafts, prompts, options, chat, tuple(stop_token_ids))
     with (progress or SilentProgress()).stage("Bench", total=run.total, unit="answers") as stage:
         for batch_size in options.batch_size:

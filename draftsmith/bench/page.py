@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from draftsmith.bench.figures import Figures, all_figures
-from draftsmith.bench.headline import estimate, number, percent, plural
+from draftsmith.bench.headline import estimate, gibibytes, milliseconds, number, percent, plural
 from draftsmith.bench.intervals import Estimate
 from draftsmith.bench.page_text import LEGEND, render_text
 from draftsmith.bench.records import PLAIN, BenchReport
@@ -23,8 +23,9 @@ def render_page(report: BenchReport) -> str:
     setting = report.setting
     target = str(setting["target"]).rsplit("/", 1)[-1]
     sampling = "greedy" if setting["temperature"] == 0 else f"temperature {setting['temperature']}"
+    asked = plural(first[0].prompts, "prompt", "prompts")
     subtitle = (
-        f"{target} in {setting['dtype']} on {setting['device']}, {plural(first[0].prompts, 'prompt', 'prompts')}, {sampling}, up to "
+        f"{target} in {setting['dtype']} on {setting['device']}, {asked}, {sampling}, up to "
         f"{setting['max_new_tokens']} new tokens"
     )
     body = [
@@ -111,7 +112,7 @@ def _speed(
     for found in figures:
         speed = of(found)
         if speed is not None:
-            group = groups.setdefault(f"batch size {found.batch_size}", [])
+            group = groups.setdefault(found.batch, [])
             group.append(_bar(found.decoder, speed, f"{speed.value:,.0f}" if speed.value >= 100 else None, names))
     return figure(bars(groups, f"{title}, tokens a second"), caption, title)
 
@@ -125,7 +126,7 @@ def _accept_length(drafted: Sequence[Figures], names: Sequence[str], several_siz
     groups: dict[str, list[Bar]] = {}
     for found in drafted:
         if found.accept_length is not None:
-            group = f"batch size {found.batch_size}" if several_sizes else ""
+            group = found.batch if several_sizes else ""
             groups.setdefault(group, []).append(_bar(found.decoder, found.accept_length, None, names))
     return figure(bars(groups, "accept length"), "Bars begin at 0; a draft that is never right has 1.", "All prompts")
 
@@ -184,12 +185,12 @@ def _figure_table(figures: Sequence[Figures]) -> str:
             estimate(f.decode_tokens_per_second, 1),
             estimate(f.speedup, 2, "x"),
             estimate(f.decode_speedup, 2, "x"),
-            number(f.first_token_seconds * 1e3, 1, " ms"),
-            "-" if f.cycle_seconds is None else number(f.cycle_seconds * 1e3, 2, " ms"),
+            milliseconds(f.first_token_seconds, 1),
+            milliseconds(f.cycle_seconds, 2),
             percent(f.equal_share),
             percent(f.equal_prompts),
             percent(f.equal_at_width),
-            "-" if f.memory_bytes is None else number(f.memory_bytes / 2**30, 2, " GiB"),
+            gibibytes(f.memory_bytes),
         )
         for f in figures
     ]

@@ -123,6 +123,8 @@ def tune(
                 f"bench.engine.proposer has {name}, which leaves proposals out of verifies of fixed width and so gains "
                 "no time; tuning is for whole blocks: leave it out"
             )
+    if options.max_new_tokens < 2:
+        raise DraftsmithError("bench.max_new_tokens is 1, and the first token belongs to no verify; raise it")
     batch_size = options.batch_size[0]
     tried = shapes(draft, block_sizes)
     rows = [list(prompt) for prompt in prompts]
@@ -137,7 +139,9 @@ def tune(
             view = draft.with_block_size(size)
             texts[size] = [anchored(target, view, p, a) for p, a in zip(rows, answers, strict=True)]
             stage.advance()
-        few = request(rows[:batch_size], [0] * len(rows[:batch_size]), options, stop_token_ids)
+        # A whole batch, also of fewer prompts: what is timed is a cycle of so many rows.
+        batch = [rows[place % len(rows)] for place in range(batch_size)]
+        few = request(batch, [0] * batch_size, options, stop_token_ids)
         plain_seconds = _cycle_seconds(plain, few, options.repeats)
         stage.advance()
         seconds: dict[Shape, float] = {}

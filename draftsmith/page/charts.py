@@ -74,9 +74,12 @@ def bars(groups: Mapping[str, Sequence[Bar]], label: str) -> str:
     return _svg("".join(marks), label, y)
 
 
-def line_chart(curves: Mapping[str, Curve], label: str, *, bounds: tuple[float, float] | None = None) -> str:
+def line_chart(
+    curves: Mapping[str, Curve], label: str, *, bounds: tuple[float, float] | None = None, ordered: bool = False
+) -> str:
     """Named curves over a shared axis; `label` names the x axis, `bounds` are those of y (left out: the data's).
-    Points that are not finite are left out, and so are curves without a point."""
+    Points that are not finite are left out, and so are curves without a point. ordered: the curves are steps of one
+    thing (slots, labels), and have one colour that fades from the first to the last."""
     finite = {name: [(x, y) for x, y in curve if math.isfinite(y)] for name, curve in curves.items()}
     drawn = {name: curve for name, curve in finite.items() if curve}
     if not drawn:
@@ -97,23 +100,24 @@ def line_chart(curves: Mapping[str, Curve], label: str, *, bounds: tuple[float, 
         at = place(low_x, value)[1]
         marks.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         marks.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{value:,.6g}</text>')
-    for value in _ticks(low_x, high_x, 6):
+    for value in _ticks(low_x, high_x, 6, whole=all(x == int(x) for x in xs)):
         x = place(value, low_y)[0]
         marks.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
     marks.append(f'<text x="{LEFT + width / 2}" y="{HEIGHT - 2}" text-anchor="middle">{escape(label)}</text>')
     dots = max(len(curve) for curve in drawn.values()) <= 32
+    colours = _faded(len(drawn)) if ordered else [colour(number) for number in range(len(drawn))]
     for number, (name, curve) in enumerate(drawn.items()):
         points = [place(*point) for point in curve]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        style = f"stroke: {colour(number)}"
+        style = f"stroke: {colours[number]}"
         marks.append(f'<polyline points="{line}" style="{style}"><title>{escape(name)}</title></polyline>')
         if dots:
             marks += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" style="fill: {colour(number)}">'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" style="fill: {colours[number]}">'
                 f"<title>{escape(name)}: {value:.4g} at {step:g}</title></circle>"
                 for (x, y), (step, value) in zip(points, curve, strict=True)
             ]
-    return _svg("".join(marks), label, HEIGHT) + keys(list(drawn)) * (len(drawn) > 1)
+    return _svg("".join(marks), label, HEIGHT) + keys(list(drawn), colours) * (len(drawn) > 1)
 
 
 def columns(series: Mapping[str, Sequence[float]], label: str, *, width: int = WIDTH) -> str:
@@ -146,9 +150,10 @@ def columns(series: Mapping[str, Sequence[float]], label: str, *, width: int = W
     return _svg("".join(marks), label, HEIGHT, width) + keys(list(drawn)) * (len(drawn) > 1)
 
 
-def keys(names: Sequence[str]) -> str:
-    """A legend of series in their order."""
-    spans = (f'<span class="key" style="--k: {colour(i)}">{escape(name)}</span>' for i, name in enumerate(names))
+def keys(names: Sequence[str], colours: Sequence[str] | None = None) -> str:
+    """A legend of series in their order; colours: theirs as CSS (None: those of series)."""
+    shown = colours or [colour(number) for number in range(len(names))]
+    spans = (f'<span class="key" style="--k: {k}">{escape(name)}</span>' for name, k in zip(names, shown, strict=True))
     return f'<div class="keys">{"".join(spans)}</div>'
 
 
@@ -156,18 +161,24 @@ def _svg(marks: str, label: str, height: float, width: int = WIDTH) -> str:
     return f'<svg viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(label)}">{marks}</svg>'
 
 
+def _faded(count: int) -> list[str]:
+    """So many shades of one colour, as CSS, from full to a quarter."""
+    shares = (100 - 75 * number / max(count - 1, 1) for number in range(count))
+    return [f"color-mix(in srgb, var(--c0) {share:.0f}%, var(--card))" for share in shares]
+
+
 def _short(text: str) -> str:
     return text if len(text) <= 24 else text[:11] + "…" + text[-12:]
 
 
-def _ticks(low: float, high: float, wanted: int) -> list[float]:
-    """About so many round numbers in [low, high]; whole ones between whole bounds that are far enough apart."""
+def _ticks(low: float, high: float, wanted: int, *, whole: bool = False) -> list[float]:
+    """About so many round numbers in [low, high], of them only whole ones where asked."""
     if high <= low:
         return [low]
     raw = (high - low) / wanted
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
-    if low == int(low) and high == int(high) and high - low > 1:
+    if whole:
         step = math.ceil(step)
     first = math.ceil(low / step)
     return [tick * step for tick in range(first, math.floor(high / step + 1e-9) + 1)]

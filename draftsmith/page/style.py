@@ -21,7 +21,8 @@ body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
   font-family: "Inter", "Segoe UI", "Helvetica Neue", "DejaVu Sans", system-ui, sans-serif;
   -webkit-font-smoothing: antialiased; }
 main { max-width: 1080px; margin: 0 auto; padding: 3rem 1.5rem 5rem; }
-h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -.02em; font-weight: 650; margin: 0 0 .4rem; }
+h1 { overflow-wrap: anywhere; font-size: 1.9rem; line-height: 1.2; letter-spacing: -.02em; font-weight: 650;
+  margin: 0 0 .4rem; }
 h2 { font-size: 1.15rem; letter-spacing: -.01em; font-weight: 620; margin: 3rem 0 .35rem; }
 h3 { font-size: .95rem; font-weight: 600; margin: 0 0 .5rem; }
 p { margin: .25rem 0 .9rem; max-width: 80ch; } .dim, figcaption { color: var(--dim); } figcaption { font-size: .85rem; }
@@ -48,7 +49,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-
 th { text-align: left; font-weight: 600; color: var(--dim); } th, td { padding: .38rem .9rem .38rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top; } tr:last-child td { border-bottom: 0; }
 td.number, th.number { text-align: right; white-space: nowrap; } td { overflow-wrap: anywhere; }
-td:first-child { overflow-wrap: normal; }
+td:first-child { overflow-wrap: normal; } .card:not(.scroll) td:first-child { white-space: nowrap; }
 .scroll { overflow-x: auto; } .scroll td { overflow-wrap: normal; white-space: nowrap; }
 details { background: var(--card); border: 1px solid var(--line); border-radius: 10px; margin: .7rem 0; }
 details > *:not(summary) { margin-left: 1.25rem; margin-right: 1.25rem; }

@@ -1,6 +1,7 @@
 """A benchmark of small random models: what it records, and that all figures follow from the records."""
 
 import json
+import logging
 from collections import defaultdict
 from dataclasses import replace
 
@@ -176,6 +177,15 @@ def test_fewer_proposals_by_the_engine_options(target, drafts, chat):
     found = bench(target, drafts[1:], PROMPTS[:1], options, chat)
     assert found.drafts[0].proposals == 1
     assert max(found.answers_of("wide", 1)[0].accept_lengths) <= 2
+
+
+def test_a_batch_wider_than_there_are_prompts_is_said(target, drafts, chat, caplog):
+    caplog.set_level(logging.WARNING, logger="draftsmith")
+    options = BenchOptions(batch_size=[1, 3], max_new_tokens=4, warmup=0, shown=0)
+    found = bench(target, drafts[:1], PROMPTS[:2], options, chat)
+    (told,) = caplog.messages
+    assert "bench.batch_size has 3, and there are 2 prompts" in told
+    assert [figures(found, found.drafts[0], size).batch for size in (1, 3)] == ["batch size 1", "batch size 3, 2 rows"]
 
 
 def test_what_cannot_be_measured(target, drafts, chat):

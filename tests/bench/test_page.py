@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from html import unescape
+from types import SimpleNamespace
 
 import pytest
 
-from draftsmith.bench.headline import summary_rows
+from draftsmith.bench.headline import summary_lines, summary_rows
 from draftsmith.bench.page import render_page
 from draftsmith.bench.page_text import render_text
 from draftsmith.bench.records import PLAIN, ShownText, ShownToken
@@ -62,6 +63,32 @@ def test_the_page_shows_the_figures_of_the_console():
             assert value.removesuffix("x") in text, label
 
 
+def test_several_decoders_are_a_table_on_the_console_and_one_is_a_list():
+    made, _ = rendered()
+    assert summary_lines(made) == [f"{label}: {value}" for label, value in summary_rows(made)]
+    second = made.decoders[1].model_copy(update={"name": "longer-name", "memory_bytes": {1: 2**30}})
+    twice = [one.model_copy(update={"decoder": "longer-name"}) for one in made.answers if one.decoder == "d"]
+    rounds = [one.model_copy(update={"decoder": "longer-name"}) for one in made.rounds if one.decoder == "d"]
+    fields = {"decoders": [*made.decoders, second], "answers": made.answers + twice, "rounds": made.rounds + rounds}
+    lines = summary_lines(made.model_copy(update=fields))
+    assert [re.split(r"  +", line.strip())[:2] for line in lines] == [
+        ["batch", "decoder"],
+        *(["1", name] for name in (PLAIN, "d", "longer-name")),
+    ]
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split()[2:] == lines[3].split()[2:]
+    assert "equal answers" in lines[0]
+    sampled = made.model_copy(
+        update={"answers": [a.model_copy(update={"equal_tokens": None, "plain_tokens": None}) for a in made.answers]}
+    )
+    assert not any("equal" in label for label, _ in summary_rows(sampled))
+
+
+def test_ticks_of_slots_are_whole():
+    svg = ElementTree.fromstring(line_chart({"a": [(1, 0.5), (2, 0.25)]}, "slot", bounds=(0.0, 1.0)))
+    assert [text.text for text in svg.iter("text")] == ["0", "0.25", "0.5", "0.75", "1", "1", "2", "slot"]
+
+
 def test_bars_are_as_long_as_their_values_and_whiskers_stand_at_the_interval():
     group = [Bar("a", 4.0, "4.00", "red", 3.0, 5.0), Bar("b", 2.0, "2.00", "red")]
     svg = ElementTree.fromstring(bars({"group": group}, "length"))
@@ -104,38 +131,38 @@ def test_every_token_is_marked_by_how_it_came():
     assert "2 of them drafted" in html
 
 
+def browser_flags(directory, width, scheme):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory}/profile"]
+    dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    return [BROWSER, *flags, f"--window-size={width},1800", *dark]
+
+
+def asked_of(page, script, directory, *, width, scheme):
+    """What a script finds in a page as a browser laid it out: the page's title is made of it."""
+    probe = f"<script>document.title = JSON.stringify((() => {{ {script} }})())</script>"
+    path = directory / "probe.html"
+    path.write_text(page.replace("</body>", probe + "</body>"), encoding="utf-8")
+    command = [*browser_flags(directory, width, scheme), "--dump-dom", f"file://{path}"]
+    dumped = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return json.loads(unescape(re.search(r"<title>(.*?)</title>", dumped.stdout, re.DOTALL).group(1)))
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_draws_the_page(scheme, tmp_path):
+@pytest.mark.parametrize(("scheme", "width"), [("light", 500), ("dark", 900)])
+def test_a_browser_draws_the_page(scheme, width, tmp_path):
     made, page = rendered()
     path, shot = tmp_path / "bench.html", tmp_path / "shot.png"
     path.write_text(page, encoding="utf-8")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}/profile",
-        "--window-size=900,1800",
-    ]
-    flags += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
-    # The document says its own size to the title, so that what is asked is asked of the page as it was laid out.
-    probe = (
-        "<script>const b = document.querySelector('.tokens i.c'), s = getComputedStyle(b);"
-        "document.title = JSON.stringify({paper: getComputedStyle(document.body).backgroundColor, ink: s.color,"
-        "wide: document.documentElement.scrollWidth, shown: document.body.innerText,"
-        "bars: [...document.querySelectorAll('svg rect')].every(r => r.getBoundingClientRect().right <= innerWidth)})"
-        "</script>"
+    found = asked_of(
+        page,
+        "const s = getComputedStyle(document.body);"
+        "return {paper: s.backgroundColor, wide: document.documentElement.scrollWidth, shown: document.body.innerText,"
+        "bars: [...document.querySelectorAll('svg rect')].every(r => r.getBoundingClientRect().right <= innerWidth)}",
+        tmp_path,
+        width=width,
+        scheme=scheme,
     )
-    (tmp_path / "probe.html").write_text(page.replace("</body>", probe + "</body>"), encoding="utf-8")
-    dumped = subprocess.run(
-        [BROWSER, *flags, "--dump-dom", f"file://{tmp_path}/probe.html"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    found = json.loads(unescape(re.search(r"<title>(.*?)</title>", dumped.stdout, re.DOTALL).group(1)))
-    assert found["wide"] <= 900
+    assert found["wide"] <= width
     assert found["bars"]
     paper = [int(part) for part in re.findall(r"\d+", found["paper"])]
     assert (sum(paper) < 150) == (scheme == "dark")
@@ -147,19 +174,62 @@ def test_a_browser_draws_the_page(scheme, tmp_path):
         "<script>",
     ):
         assert text in found["shown"]
-    subprocess.run(
-        [BROWSER, *flags, f"--screenshot={shot}", f"file://{path}"], capture_output=True, check=True, timeout=120
-    )
+    command = [*browser_flags(tmp_path, width, scheme), f"--screenshot={shot}", f"file://{path}"]
+    subprocess.run(command, capture_output=True, check=True, timeout=120)
     assert shot.stat().st_size > 10_000
 
 
-def test_a_training_report_has_the_same_style(tmp_path):
-    from types import SimpleNamespace
+def training_page(directory, entries):
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (directory / "metrics.jsonl").write_text(lines)
+    record = SimpleNamespace(
+        draft_section={"algorithm": "dflash", "init_from": None, "objective": {"weighting": {"gamma": 4.0}}},
+        options={"lr": 0.001},
+        target={"source": "t"},
+    )
+    return write_run_report(directory, record, [("steps", "20 of 60 (stopped by SIGINT)")]).read_text()
 
-    lines = [{"kind": "train", "step": step, "loss": 4.0 / (1 + step), "lr": 1e-3} for step in range(20)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    record = SimpleNamespace(draft_section={"algorithm": "dflash"}, options={"lr": 0.001}, target={"source": "t"})
-    page = write_run_report(tmp_path, record, [("steps", "20")]).read_text()
+
+def training_entries():
+    for step in range(0, 20, 2):
+        accuracy = [1 / (label + 1) for label in range(11)]
+        yield {"kind": "train", "step": step, "loss": 4.0 / (1 + step), "lr": 1e-3, "accuracy": accuracy, "mfu": None}
+    yield {"kind": "eval", "step": 20, "accept_length": 3.25, "loss": 0.5}
+
+
+def test_a_training_report_says_what_was_logged(tmp_path):
+    page = training_page(tmp_path, training_entries())
     assert STYLE in page
     assert "dflash for t" in page
-    assert page.count("<polyline") == 2
+    assert re.findall(r"<h3>(.*?)</h3>", page) == ["loss", "accept length", "learning rate", "accuracy, training"]
+    assert page.count("<polyline") == 2 + 1 + 1 + 11
+    assert re.findall(r"label \d+", page[page.rindex('class="keys"') :]) == [f"label {n}" for n in range(1, 12)]
+    shades = re.findall(r"--k: ([^\"]+)", page[page.rindex('class="keys"') :])
+    assert len(set(shades)) == 11
+    text = unescape(re.sub(r"<[^>]+>", " ", page))
+    for wanted in ("3.25", "held out, at step 20", "stopped by SIGINT", "objective.weighting.gamma"):
+        assert wanted in text
+    assert "None" not in text
+
+
+def test_a_training_that_ended_before_its_first_entry_says_so(tmp_path):
+    page = training_page(tmp_path, [])
+    assert "ended before its first entry" in page
+    assert "<svg" not in page
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_draws_a_training(tmp_path):
+    page = training_page(tmp_path, training_entries())
+    found = asked_of(
+        page,
+        "return {wide: document.documentElement.scrollWidth, shown: document.body.innerText,"
+        "strokes: [...document.querySelectorAll('polyline')].map(l => getComputedStyle(l).stroke)}",
+        tmp_path,
+        width=600,
+        scheme="dark",
+    )
+    assert found["wide"] <= 600
+    assert "accept length" in found["shown"]
+    assert "none" not in found["strokes"]
+    assert len(set(found["strokes"][-11:])) == 11

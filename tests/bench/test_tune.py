@@ -8,6 +8,7 @@ import pytest
 from draftsmith import generate
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.anchors import Anchored, anchored, replay
+from draftsmith.bench.decoders import RunningDecoder
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.tune import Shape, candidates, shapes, tune
 from draftsmith.decoding.options import EngineOptions
@@ -145,6 +146,21 @@ def test_settings_of_another_draft_and_damaged_files(target, tmp_path):
         Tuning.read(tmp_path / "absent.json")
 
 
+def test_cycles_are_timed_in_whole_batches_also_of_fewer_prompts(target, monkeypatch):
+    asked = []
+    timed = RunningDecoder.timed
+
+    def noted(self, request):
+        asked.append(len(request.prompts))
+        return timed(self, request)
+
+    monkeypatch.setattr(RunningDecoder, "timed", noted)
+    options = BenchOptions(max_new_tokens=8, batch_size=3)
+    tune(target, draft_of(target, "dflash"), PROMPTS, options, block_sizes=[2])
+    assert asked[0] == len(PROMPTS)  # the answers, once
+    assert set(asked[1:]) == {3}
+
+
 def test_shapes_to_try(target):
     assert shapes(draft_of(target, "dflash", block_size=16))[:5] == [
         *(Shape(16, n) for n in (15, 11, 8, 4)),
@@ -154,6 +170,8 @@ def test_shapes_to_try(target):
         shapes(draft_of(target, "dflash"), [9])
     with pytest.raises(DraftsmithError, match=r"bench\.temperature"):
         tune(target, draft_of(target, "dflash"), PROMPTS, BenchOptions(temperature=1.0))
+    with pytest.raises(DraftsmithError, match=r"bench\.max_new_tokens is 1"):
+        tune(target, draft_of(target, "dflash"), PROMPTS, BenchOptions(max_new_tokens=1))
     trimming = BenchOptions(engine=EngineOptions(proposer={"min_survival": 0.2}))
     with pytest.raises(DraftsmithError, match="min_survival, which leaves proposals out"):
         tune(target, draft_of(target, "dspark"), PROMPTS, trimming)
