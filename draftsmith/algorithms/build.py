@@ -6,7 +6,7 @@ from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.drafts.config import ROPE_TYPES, DraftConfig, TargetSizes
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.taps import check_tap_ids, default_tap_ids
+from draftsmith.targets.taps import default_tap_ids
 
 
 class TargetFacts(TargetSizes, Protocol):
@@ -35,7 +35,6 @@ def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftCo
         )
     fields = _fresh(section, target) if checkpoint is None else _from_checkpoint(section, checkpoint)
     wanted = {name: value for name in _PLAIN_FIELDS if (value := getattr(section, name)) is not None}
-    check_tap_ids(fields["target_layer_ids"], target.num_layers)
     fixed = {
         "architecture": method.architecture,
         "head": method.head_config(section) | _copied_head(section, method.architecture, checkpoint),

@@ -27,6 +27,7 @@ from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
 from draftsmith.progress import Progress, SilentProgress
+from draftsmith.targets.taps import tap_fault
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,9 @@ class ImportOptions:
             raise DraftsmithError(f"--from is {self.source!r}; feature files are read of {', '.join(FORMATS)}")
         if self.final_state not in FINAL_STATES:
             raise DraftsmithError(f"--final-state is {self.final_state!r}; it is one of {', '.join(FINAL_STATES)}")
-        if not self.tap_ids or len(set(self.tap_ids)) < len(self.tap_ids) or min(self.tap_ids) < 0:
-            raise DraftsmithError(f"--tap-ids are {list(self.tap_ids)}; distinct layers from 0 on are needed")
+        fault = tap_fault(self.tap_ids, None, "--tap-ids")
+        if fault is not None:
+            raise DraftsmithError(fault)
         if not self.directory.is_dir():
             raise DraftsmithError(f"--import: there is no directory {self.directory}")
 

@@ -20,6 +20,7 @@ from draftsmith.drafts.checks import (
 from draftsmith.drafts.heads import HEADS, HeadConfig
 from draftsmith.dtypes import DTYPES
 from draftsmith.layouts.attention_fields import FULL, SLIDING, is_causal
+from draftsmith.targets.taps import tap_fault
 
 
 class _Checked(BaseModel):
@@ -109,14 +110,10 @@ def _sequence(value: Any, info: ValidationInfo) -> Any:
 
 
 def _layer_ids(value: Any, info: ValidationInfo) -> tuple[int, ...]:
-    ids = _sequence(value, info)
-    if not ids:
-        raise ValueError(f"{info.field_name} is empty; allowed: one or more distinct layer ids of the target")
+    ids: tuple[Any, ...] = _sequence(value, info)
     for layer in ids:
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise ValueError(f"{info.field_name} holds {layer!r}; allowed: integers")
-    if repeated := sorted({layer for layer in ids if ids.count(layer) > 1}):
-        raise ValueError(f"{info.field_name} is {list(ids)}, which repeats {repeated}; allowed: distinct layer ids")
     return ids
 
 
@@ -235,12 +232,9 @@ class DraftConfig(_Checked):
                 f"mask_token_id is {self.mask_token_id}; allowed: an id below vocab_size, which is {self.vocab_size} "
                 "(an unused id of the target's vocabulary)"
             )
-        outside = [layer for layer in self.target_layer_ids if not 0 <= layer < self.num_target_layers]
-        if outside:
-            yield (
-                f"target_layer_ids is {list(self.target_layer_ids)}, of which {outside} lie outside; allowed: 0 to "
-                f"{self.num_target_layers - 1} (num_target_layers is {self.num_target_layers})"
-            )
+        fault = tap_fault(self.target_layer_ids, self.num_target_layers, "target_layer_ids")
+        if fault is not None:
+            yield fault
         head = HEADS[self.architecture].parse(self.head)
         if head is not None:
             yield from head.disagreements(self)
@@ -272,8 +266,5 @@ def check_against_target(config: DraftConfig, target: TargetSizes) -> None:
         )
         if found != wanted
     ]
-    outside = [layer for layer in config.target_layer_ids if layer >= target.num_layers]
-    if outside:
-        faults.append(f"target_layer_ids holds {outside}; allowed: 0 to {target.num_layers - 1}, the target's layers")
     if faults:
         raise DraftConfigError("the draft does not fit the target:\n" + "\n".join(faults))

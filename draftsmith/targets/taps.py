@@ -37,18 +37,29 @@ def default_tap_ids(num_layers: int, count: int) -> tuple[int, ...]:
     return ids
 
 
-def check_tap_ids(ids: Sequence[int], num_layers: int) -> None:
-    """Raise `DraftsmithError` unless `ids` are distinct layers of a target with `num_layers` of them, at least one."""
+def tap_fault(ids: Sequence[int], num_layers: int | None, name: str = "tap ids") -> str | None:
+    """Why `ids`, which errors call `name`, cannot be tap ids of a target with `num_layers` layers (None: not known);
+    None where they can: distinct layers, at least one."""
     if not ids:
-        raise DraftsmithError("no layer is tapped; name at least one tap id")
-    outside = [i for i in ids if not 0 <= i < num_layers]
+        return f"{name} is empty; allowed: one or more distinct layers of the target"
+    outside = [i for i in ids if i < 0 or (num_layers is not None and i >= num_layers)]
     if outside:
-        raise DraftsmithError(
-            f"tap ids {outside} are not layers of the target: it has {num_layers}, so ids run from 0 to "
-            f"{num_layers - 1} (ids that other projects write are often one higher)"
+        layers = "from 0 on" if num_layers is None else f"0 to {num_layers - 1}, for it has {num_layers}"
+        return (
+            f"{name} is {list(ids)}, of which {outside} are not layers of the target; allowed: {layers} (ids that "
+            "other projects write are often one higher)"
         )
-    if len(set(ids)) < len(ids):
-        raise DraftsmithError(f"tap ids {list(ids)} name a layer twice; each layer can be tapped once")
+    repeated = sorted({i for i in ids if ids.count(i) > 1})
+    if repeated:
+        return f"{name} is {list(ids)}, which repeats {repeated}; allowed: distinct layers, each is tapped once"
+    return None
+
+
+def check_tap_ids(ids: Sequence[int], num_layers: int, name: str = "tap ids") -> None:
+    """Raise `DraftsmithError` where there is a `tap_fault`."""
+    fault = tap_fault(ids, num_layers, name)
+    if fault is not None:
+        raise DraftsmithError(fault)
 
 
 class _LastTapReached(Exception):

@@ -263,8 +263,8 @@ def test_documents_without_masks_need_conversations(tmp_path: Path) -> None:
     [
         ((".", "other", (1,), "none"), "--from is 'other'"),
         ((".", "specforge", (1,), "normed"), "--final-state is 'normed'"),
-        ((".", "specforge", (1, 1), "none"), r"--tap-ids are \[1, 1\]"),
-        ((".", "specforge", (), "none"), r"--tap-ids are \[\]"),
+        ((".", "specforge", (1, 1), "none"), r"--tap-ids is \[1, 1\], which repeats"),
+        ((".", "specforge", (), "none"), "--tap-ids is empty"),
         (("nowhere", "specforge", (1,), "none"), "there is no directory nowhere"),
     ],
 )

@@ -48,7 +48,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"target_layer_ids": [1, 2, 1]}, ["target_layer_ids", "repeats [1]", "distinct"]),
     ({"target_layer_ids": [1, True]}, ["target_layer_ids", "True", "integers"]),
     ({"target_layer_ids": [1, 2.0]}, ["target_layer_ids", "2.0", "integers"]),
-    ({"target_layer_ids": [0, 4]}, ["target_layer_ids", "[4]", "0 to 3", "num_target_layers is 4"]),
+    ({"target_layer_ids": [0, 4]}, ["target_layer_ids", "[4]", "0 to 3", "has 4"]),
     ({"target_layer_ids": [-1]}, ["target_layer_ids", "[-1]", "0 to 3"]),
     ({"architecture": "dflsh"}, ["architecture is 'dflsh'", "'dflash'", "did you mean 'dflash'"]),
     ({"architecture": None}, ["architecture is None", "'dflash'"]),
@@ -142,7 +142,7 @@ def test_a_draft_that_fits_its_target_passes() -> None:
         ({"hidden_size": 64}, ["hidden_size is 32 in the draft and 64 in the target"]),
         ({"vocab_size": 128}, ["vocab_size is 97 in the draft and 128 in the target"]),
         ({"num_layers": 6}, ["num_target_layers is 4 in the draft and 6 in the target"]),
-        ({"num_layers": 3}, ["target_layer_ids holds [3]", "0 to 2"]),
+        ({"num_layers": 3}, ["num_target_layers is 4 in the draft and 3 in the target"]),
         ({"hidden_size": 64, "vocab_size": 128}, ["hidden_size", "vocab_size"]),
     ],
 )

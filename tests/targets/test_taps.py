@@ -36,7 +36,7 @@ def test_as_many_default_ids_as_the_error_promises():
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"), [((), "no layer"), ((1, 4), r"\[4\].*0 to 3"), ((-1,), r"\[-1\]"), ((2, 1, 2), "twice")]
+    ("ids", "message"), [((), "empty"), ((1, 4), r"\[4\].*0 to 3"), ((-1,), r"\[-1\]"), ((2, 1, 2), r"repeats \[2\]")]
 )
 def test_ids_that_are_refused(ids, message):
     with pytest.raises(DraftsmithError, match=message):
