@@ -1,6 +1,7 @@
 """What stands in the documentation exists: commands and options parse, recipe keys are known, code compiles, links lead
 somewhere, and every page is in the navigation."""
 
+import itertools
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ import pytest
 import typer
 import yaml
 
+from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.cli import app
 from draftsmith.errors import DraftsmithError
 from draftsmith.recipe import load_recipe
@@ -50,7 +52,7 @@ def commands():
     for page, code in [*blocks("bash"), *blocks("")]:
         for line in code.replace("\\\n", " ").splitlines():
             if re.match(r"draftsmith |(torchrun|accelerate) .*draftsmith ", line):
-                words = shlex.split(line, comments=True)
+                words = list(itertools.takewhile(lambda word: word != ">", shlex.split(line, comments=True)))
                 found.append((page, words[words.index("draftsmith") + 1 :]))
     return found
 
@@ -80,7 +82,26 @@ def test_commands_parse_and_override_what_recipes_have(page, words):
 
 def test_commands_are_found():
     assert len(COMMANDS) > 30
-    assert {words[0] for _, words in COMMANDS} >= set(GROUP.commands) - {"schema"}
+    assert {words[0] for _, words in COMMANDS} >= set(GROUP.commands)
+
+
+def test_every_command_and_option_has_its_place_on_a_page():
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "commands").glob("*.md")}
+    assert set(pages) == set(GROUP.commands)
+    for name, command in GROUP.commands.items():
+        for option in command.params:
+            long = [word for word in option.opts if word.startswith("--")]
+            assert all(word in pages[name] for word in long), f"{name}.md does not name {long}"
+
+
+def test_every_method_has_a_page_with_source_cost_and_use():
+    for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if page.stem != "index":
+            assert "## Cost and use" in text, page.name
+            assert re.search(r"\| (paper|source) \|", text), page.name
+            assert "| when |" in text, page.name
+    assert {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} >= {m.name for m in all_algorithms()}
 
 
 PYTHON = blocks("python")
