@@ -18,7 +18,7 @@ from draftsmith.targets.target import Target
 
 WITHOUT_EFFECT: dict[str, set[str]] = {
     "target": {"device"},
-    "regenerate": {"endpoint"},
+    "regenerate": {"endpoint", "batch_size"},
     "capture": {"tokens_per_batch", "force", "sglang", "vllm"},
     "train": {"device", "data_workers", "attention", "compile", "graphs", "gradient_checkpointing", "parallel"},
 }

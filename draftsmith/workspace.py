@@ -34,7 +34,7 @@ from draftsmith.features.reader import Store
 from draftsmith.launcher import is_first, process_count
 from draftsmith.online import OnlineFeatures
 from draftsmith.recipe import RunDirectory
-from draftsmith.regenerate import regenerate
+from draftsmith.regenerate import check_answers, regenerate
 from draftsmith.stages import one_process, use_own_device
 from draftsmith.stamps import Stamps
 from draftsmith.store_stages import StoreStages
@@ -89,7 +89,11 @@ class Workspace(StoreStages):
             **self._settings("target", "regenerate"),
             "data": self._template_settings(),
         }
-        self._perform("regenerate", settings, out, work, fresh=fresh)
+        # Whether answers that are there may stay is said beside them, and not by this stage's settings.
+        keep = not (fresh or self.stamps.redo)
+        if keep:
+            check_answers(out, recipe.regenerate)
+        self._perform("regenerate", settings, out, work, fresh=fresh, keep_changed=keep)
 
     def train(self, *, resume: bool = False, fresh: bool = False) -> None:
         """The feature store, or with `train.features: online` the conversations and the target -> run checkpoints below

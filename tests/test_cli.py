@@ -148,10 +148,28 @@ def test_changed_settings_are_refused_by_name_and_fresh_makes_anew(tmp_path, tar
     recipe = write_recipe(tmp_path, target)
     run("regenerate", recipe)
     message = fails("regenerate", recipe, "regenerate.max_new_tokens=5")
-    assert "regenerate.max_new_tokens: 12 then, 5 now" in message
+    assert "answers made with other settings: max_new_tokens was 12, now 5" in message
     assert "--fresh" in message
+    # A refused change leaves what was there, and how many are answered at a time changes nothing.
+    status, _, errors = run("regenerate", recipe, "regenerate.batch_size=2")
+    assert "done already" in errors
     status, _, errors = run("regenerate", recipe, "regenerate.max_new_tokens=5", "--fresh")
     assert status == 0, errors
+
+
+def test_answers_stay_where_prompts_are_added_and_not_where_they_change(tmp_path, target):
+    recipe = write_recipe(tmp_path, target)
+    run("regenerate", recipe)
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    answers = (tmp_path / "run" / "answers.jsonl").read_text()
+    write_lines(tmp_path / "prompts.jsonl", [*prompts, {"id": "more", "prompt": "say g"}])
+    status, _, errors = run("regenerate", recipe)
+    assert status == 0, errors
+    assert "1 prompts answered" in errors
+    assert "6 there before" in errors
+    assert (tmp_path / "run" / "answers.jsonl").read_text().startswith(answers)
+    write_lines(tmp_path / "prompts.jsonl", [{**prompts[0], "prompt": "say something else"}, *prompts[1:]])
+    assert "'p0' was asked something else then; write to another file" in fails("regenerate", recipe)
 
 
 def test_a_capture_follows_the_depth_of_a_draft_that_names_no_taps(tmp_path, target):

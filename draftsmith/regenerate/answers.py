@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """Answers in a JSONL file at `path`, and beside it the settings they were made with."""
+    """Answers in a JSONL file at `path`, and beside it the settings they were made with: whoever goes on with them asks
+    here whether it may."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,12 +28,11 @@ class AnswerFile:
 
         DraftsmithError: the file was made with other settings or from other prompts, or is damaged.
         """
-        wanted = json.loads(json.dumps(settings))
-        if not self.path.exists() or self.path.stat().st_size == 0:
+        if self._empty:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write_durably(self.settings_path, json.dumps(wanted, indent=1) + "\n")
+            _write_durably(self.settings_path, json.dumps(settings, indent=1) + "\n")
             return set()
-        self._check_settings(wanted)
+        self.check(settings)
         self._drop_torn_line()
         turns = {prompt.id: prompt.turns for prompt in prompts}
         done: set[str] = set()
@@ -66,10 +66,18 @@ class AnswerFile:
         return ordered
 
     @property
-    def _fix(self) -> str:
-        return "write to another file, or remove this one to start over"
+    def _empty(self) -> bool:
+        return not self.path.exists() or self.path.stat().st_size == 0
 
-    def _check_settings(self, wanted: Mapping[str, Any]) -> None:
+    @property
+    def _fix(self) -> str:
+        return "write to another file (run=DIR), or remove this one to start over (--fresh)"
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise `DraftsmithError` where answers are there that were made with other values of these settings; those
+        that are not given are not compared."""
+        if self._empty:
+            return
         try:
             found = json.loads(self.settings_path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
@@ -79,10 +87,15 @@ class AnswerFile:
             ) from error
         except json.JSONDecodeError as error:
             raise DraftsmithError(f"{self.settings_path}: damaged ({error.msg}); {self._fix}") from error
-        if found == wanted:
-            return
-        changes = "; ".join(f"{name} was {then!r}, now {now!r}" for name, then, now in differences(found, wanted))
-        raise DraftsmithError(f"{self.path} holds answers made with other settings: {changes}; {self._fix}")
+        if not isinstance(found, dict):
+            raise DraftsmithError(f"{self.settings_path}: damaged (it holds no settings); {self._fix}")
+        wanted = json.loads(json.dumps(settings))
+        compared = {name: value for name, value in found.items() if name in wanted}
+        changes = [f"{name} was {then!r}, now {now!r}" for name, then, now in differences(compared, wanted)]
+        if changes:
+            raise DraftsmithError(
+                f"{self.path} holds answers made with other settings: {'; '.join(changes)}; {self._fix}"
+            )
 
     def _drop_torn_line(self) -> None:
         content = self.path.read_bytes()

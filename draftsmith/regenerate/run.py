@@ -89,9 +89,7 @@ def regenerate(
                 "server with that template and leave data.chat_template unset here"
             )
         source = {"model": options.endpoint.model, **data.model_dump(include={"system_prompt", "enable_thinking"})}
-    settings = {**options.model_dump(exclude={"batch_size", "endpoint"}), "target": source}
-
-    done = file.resume(settings, prompts)
+    done = file.resume({**_asked(options), "target": source}, prompts)
     missing = [prompt for prompt in prompts if prompt.id not in done]
     report = RegenerateReport(file.path, prompts=len(prompts), resumed=len(done))
     if missing:
@@ -107,6 +105,17 @@ def regenerate(
                 stage.advance(len(records), tokens=f"{report.tokens:,}")
     report.cut = sum(record["finish_reason"] == "length" for record in file.finish(prompts))
     return report
+
+
+def check_answers(out: str | Path, options: RegenerateOptions) -> None:
+    """Raise `DraftsmithError` where `regenerate` could not go on with the answers in `out`, as far as that can be known
+    without the target."""
+    AnswerFile(Path(out)).check(_asked(options))
+
+
+def _asked(options: RegenerateOptions) -> dict[str, Any]:
+    """What answers depend on beside the target: not on how many are made at a time, or where."""
+    return options.model_dump(exclude={"batch_size", "endpoint"})
 
 
 def _by_target(
