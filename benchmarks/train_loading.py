@@ -13,12 +13,13 @@ falls shows. One JSON line a measurement.
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -161,27 +162,32 @@ def rate(
     done: list[torch.cuda.Event] = []
     waits, ends, held = [], [], []
     cpu_before, checked = time.process_time(), torch.zeros((), device=device)
+    before_all = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
-    for step in source.steps(0, 0, batches):
-        before = time.perf_counter()
-        batch = next(step.micro_batches)
-        waits.append(time.perf_counter() - before)
-        if host_ms:
-            spin(host_ms)
-        checked = checked + use(batch)
-        if cuda:
-            if device_ms:
-                torch.cuda._sleep(cycles)
-            done.append(torch.cuda.Event())
-            done[-1].record()
-            if len(done) > 2:
-                done.pop(0).synchronize()  # as training looks at a step's verdict two steps later
-        ends.append(time.perf_counter() - started)
-        held.append(len(os.listdir("/proc/self/fd")))
-        if ends[-1] - ends[0] > seconds:
-            break
+    with closing(source.steps(0, 0, batches)) as steps:
+        for step in steps:
+            before = time.perf_counter()
+            batch = next(step.micro_batches)
+            waits.append(time.perf_counter() - before)
+            if host_ms:
+                spin(host_ms)
+            checked = checked + use(batch)
+            if cuda:
+                if device_ms:
+                    torch.cuda._sleep(cycles)
+                done.append(torch.cuda.Event())
+                done[-1].record()
+                if len(done) > 2:
+                    done.pop(0).synchronize()  # as training looks at a step's verdict two steps later
+            ends.append(time.perf_counter() - started)
+            held.append(len(os.listdir("/proc/self/fd")))
+            if ends[-1] - ends[0] > seconds:
+                break
     batches = len(ends)
     cpu = time.process_time() - cpu_before
+    gc.collect()  # the loader's own objects, which wait for the workers' end
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    read = batches + workers  # about so many were made
     edges = [round(batches * part / windows) for part in range(windows + 1)]
     show(
         part="rate",
@@ -202,6 +208,11 @@ def rate(
         ],
         longest_wait_ms=round(1e3 * max(waits[1:]), 1),
         cpu_ms_a_batch_here=round(1e3 * cpu / batches, 2),
+        reader_ms_a_batch={
+            "user": round(1e3 * (children.ru_utime - before_all.ru_utime) / read, 2),
+            "system": round(1e3 * (children.ru_stime - before_all.ru_stime) / read, 2),
+            "page_faults": round((children.ru_minflt - before_all.ru_minflt) / read),
+        },
         open_files=[held[0], held[-1]],
         peak_mib_here=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         content=float(checked),  # the same for every number of workers

@@ -83,8 +83,9 @@ class Slots:
                 f"{_SHARED_MEMORY} has {free / 2**20:,.0f} MiB free: enlarge it, lower train.data_workers (0: none is "
                 "needed) or train.tokens_per_row"
             )
-        storage = torch.UntypedStorage._new_shared(total) if shared else torch.UntypedStorage(total)
-        self._memory = torch.empty(0, dtype=torch.uint8).set_(storage).view(count, size)
+        self._memory = torch.empty(count, size, dtype=torch.uint8)
+        if shared:
+            self._memory.share_memory_()
 
     def __len__(self) -> int:
         return len(self._memory)
