@@ -241,7 +241,7 @@ class TrainingBatches:
         self._device = device
         self._live = sampler.source.live
 
-    def steps(self, epoch: int, step_in_epoch: int, count: int) -> Iterator[Step]:
+    def steps(self, epoch: int, step_in_epoch: int, count: int) -> Generator[Step, None, None]:
         """`count` steps, from the given one on."""
         positions = list(islice(self._plan.positions(epoch, step_in_epoch), count))
         batches = self._live_batches(positions) if self._live else self._loaded_batches(positions)

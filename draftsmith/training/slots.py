@@ -65,7 +65,8 @@ class Slot:
         elsewhere = tensor.untyped_storage().data_ptr() != self._memory.untyped_storage().data_ptr()
         if elsewhere or not tensor.is_contiguous():
             tensor = self.empty(shape, tensor.dtype).copy_(tensor)
-        return tensor.storage_offset() * tensor.itemsize - self._memory.storage_offset(), shape, tensor.dtype
+        start = int(tensor.storage_offset() * tensor.itemsize - self._memory.storage_offset())
+        return start, shape, tensor.dtype
 
 
 class Slots:
