@@ -28,6 +28,7 @@ def reporting(run: Path | None = None) -> Iterator[None]:
         complaints.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        kept = f" What is finished is kept in {run}: the same command goes on from there." if run else ""
+        how = "the same command goes on from there (train: with --resume)"
+        kept = f" What is finished is kept in {run}: {how}." if run else ""
         complaints.print(f"interrupted.{kept}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None

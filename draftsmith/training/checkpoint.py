@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ class Checkpoint:
     def weights(self) -> dict[str, Tensor]:
         """The draft's parameters, whole, float32, by their name in the draft's state dict."""
         if not self.sharded:
-            return load_file(self.directory / WEIGHTS)
+            try:
+                return load_file(self.directory / WEIGHTS)
+            except (OSError, SafetensorError) as error:
+                raise self._unreadable(WEIGHTS, error) from error
         metadata = sharded_files.FileSystemReader(self.directory / SHARDS).read_metadata().state_dict_metadata
         found: dict[str, Any] = {name: entry for name, entry in metadata.items() if name.startswith(_WEIGHT)}
         tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
@@ -75,8 +79,18 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Generator states, running sums and (unless sharded) the optimiser's tensors, as given to `save`."""
-        state: dict[str, Any] = torch.load(self.directory / STATE, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(self.directory / STATE, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise self._unreadable(STATE, error) from error
         return state
+
+    def _unreadable(self, name: str, error: Exception) -> DraftsmithError:
+        reason = str(error).partition("\n")[0]
+        return DraftsmithError(
+            f"{self.directory / name} has the size that was written and cannot be read ({reason}); remove "
+            f"{self.directory} to go on from an earlier checkpoint"
+        )
 
     @torch.no_grad()
     def read_into(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
@@ -221,9 +235,17 @@ class RunCheckpoints:
         kept = {c.position.step for c in (*checkpoints[-keep_last:], *_by_score(checkpoints)[:keep_best])}
         for checkpoint in checkpoints:
             if checkpoint.position.step not in kept:
-                shutil.rmtree(checkpoint.directory)
+                _remove(checkpoint.directory)
         for leftover in (*self.directory.glob("step-*.partial"), *self.directory.glob("step-*.replaced")):
-            shutil.rmtree(leftover)
+            _remove(leftover)
+
+
+def _remove(directory: Path) -> None:
+    """What stays only takes room: no reason to end a training."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        _log.warning("%s is not needed any more and cannot be removed: %s", directory, error)
 
 
 def _by_score(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

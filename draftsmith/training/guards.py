@@ -125,9 +125,12 @@ def find_non_finite(module: nn.Module, gradient_names: list[str], record: StepRe
     )
 
 
-def write_report(report: NonFiniteReport, debug_dir: Path) -> Path:
-    """Save the debug record; returns its path."""
-    debug_dir.mkdir(parents=True, exist_ok=True)
+def write_report(report: NonFiniteReport, debug_dir: Path) -> str:
+    """Save the debug record; returns its path, or why there is none: what it is about matters more."""
     path = debug_dir / f"step-{report.step:08d}-rank-{report.rank}.json"
-    path.write_text(json.dumps(asdict(report), indent=1))
-    return path
+    try:
+        debug_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(report), indent=1))
+    except OSError as error:
+        return f"not written ({error})"
+    return str(path)

@@ -2,18 +2,24 @@
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 
 class StopRequest:
-    """Within its `with` block, the first SIGTERM or SIGINT only sets `signal_name`; a second one acts as usual.
+    """Within its `with` block, the first SIGTERM or SIGINT only sets `signal_name`; a second one acts as usual, unless
+    it comes within `relayed_within` seconds of the first.
 
+    That is how the first one comes again: a terminal and a batch system send a signal to every process, and a launcher
+    among them passes it on to those that it has started.
     Python delivers signals to the main thread, and only it may install handlers; elsewhere the request never comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, relayed_within: float = 2.0) -> None:
         self.signal_name: str | None = None
+        self._relayed_within = relayed_within
+        self._first = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -23,8 +29,11 @@ class StopRequest:
         return self
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
-        self._restore()
+        if self.signal_name is None:
+            self.signal_name, self._first = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._first > self._relayed_within:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

@@ -100,7 +100,7 @@ class Loop:
         best = self.checkpoints.best()
         self.best_score = best.position.score if best is not None else None
         if self.accelerator.process_index < len(state["generators"]):
-            _set_generators(state["generators"][self.accelerator.process_index])
+            _set_generators(state["generators"][self.accelerator.process_index], self.device)
 
     def save(self) -> None:
         """Write a checkpoint of this moment, and drop the ones that are not to be kept."""
@@ -282,7 +282,7 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def _set_generators(states: dict[str, Tensor]) -> None:
+def _set_generators(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    if device.type == "cuda" and "cuda" in states:  # the run may go on where there is no GPU
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -8,7 +8,7 @@ from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.errors import DraftsmithError
 
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 
 
 class _Section(BaseModel):
@@ -55,7 +55,7 @@ class TrainOptions(_Section):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     clip: Annotated[float, Field(gt=0)] | None = 1.0
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """The arithmetic of the forward and backward pass (weights and optimiser are fp32 either way).
@@ -120,6 +120,13 @@ class TrainOptions(_Section):
             )
         if self.graphs and self.device == "cpu":
             raise ValueError("graphs is on with device 'cpu', and graphs are CUDA's: switch one of them")
+        asked = {"eval_every": self.eval_every, "eval_prompts": self.eval_prompts or None}
+        unused = [f"{name} is {value}" for name, value in asked.items() if value is not None]
+        if self.eval_share == 0 and unused:
+            raise ValueError(
+                f"{' and '.join(unused)} with eval_share 0, and nothing is evaluated without held-out documents: set "
+                "eval_share, or leave that out"
+            )
         if self.features == "online" and self.data_workers:
             raise ValueError(
                 f"data_workers is {self.data_workers} with features 'online': the target runs in the training process, "

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.files import replacing
 from draftsmith.training.checkpoint import Checkpoint, RunCheckpoints
 from draftsmith.training.options import RESUME_FIXED
 
@@ -60,9 +61,19 @@ def read_record(run_dir: Path) -> RunRecord:
     if not path.is_file():
         raise DraftsmithError(f"{run_dir} is not a training run: it has no {RECORD_FILE}")
     try:
-        return RunRecord.model_validate_json(path.read_text())
-    except ValidationError as error:
+        return RunRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as error:
         raise DraftsmithError(f"{path} cannot be read: {error}") from error
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Writes `run.json`, whole or not at all. Raises `DraftsmithError` where the disk refuses."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DraftsmithError(f"the run directory {run_dir} cannot be made ({error}); choose another") from error
+    with replacing(run_dir / RECORD_FILE) as file:
+        file.write(record.model_dump_json(indent=1).encode())
 
 
 def load_run(run_dir: Path | str, which: Literal["best", "last"] = "best") -> Draft:

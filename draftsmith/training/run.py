@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from draftsmith.blocks.anchored import check_anchored, takes
 from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.check import check_store
 from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
 from draftsmith.features.reader import Store
@@ -31,7 +30,8 @@ from draftsmith.training.evaluation import Evaluation, split_documents
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loop import EvaluateGenerate, Loop
 from draftsmith.training.options import TrackOptions, TrainOptions, check_replayable
-from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, RunRecord
+from draftsmith.training.parallel import raise_together
+from draftsmith.training.record import CHECKPOINTS, RunRecord, write_record
 from draftsmith.training.report import write_run_report
 from draftsmith.training.source import FeatureSource, StoreSource
 from draftsmith.training.start import find_start
@@ -93,6 +93,11 @@ def train(
     start.check(section, options.model_dump(mode="json"), fingerprint)
     for line in start.lines():
         _log.info("%s", line)
+    if record is not None:
+        asked = options.model_dump(mode="json")
+        for name, before, now in differences(record.options, asked):
+            _log.info("train.%s was %s, is %s from here on", name, before, now)
+        record = record.model_copy(update={"options": asked})
 
     method = algorithm(draft_section.algorithm)
     layout = method.capture(config)
@@ -175,8 +180,13 @@ def train(
             tracker_ids=new_tracker_ids(track),
         )
     accelerator.wait_for_everyone()  # every process has looked at what was there before it changes
+    failure = None
     if accelerator.is_main_process:
-        _write(run_dir / RECORD_FILE, record)
+        try:
+            write_record(run_dir, record)
+        except DraftsmithError as error:
+            failure = error
+    raise_together(failure)
     log = RunLog(
         run_dir,
         track,
@@ -212,7 +222,10 @@ def train(
         outcome = [("steps", f"{loop.position.step:,} of {total_steps:,} ({ended})"), ("features", source.place)]
         outcome += [("best checkpoint", f"step {best.position.step:,}")] if best is not None else []
         outcome += [("steps left out", f"{loop.skipped:,}")] if loop.skipped else []
-        _log.info("report: %s", write_run_report(run_dir, record, outcome))
+        try:
+            _log.info("report: %s", write_run_report(run_dir, record, outcome))
+        except OSError as error:
+            _log.warning("the training is saved, and its report could not be written: %s", error)
     return TrainResult(
         run_dir=run_dir,
         step=loop.position.step,
@@ -298,10 +311,3 @@ def _ends_for(ends: TargetEnds, device: torch.device, autocast: torch.dtype | No
     if ends.head_weight.dtype == dtype and ends.head_weight.device == device:
         return ends
     return copy.deepcopy(ends).to(device, dtype)
-
-
-def _write(path: Path, record: RunRecord) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(record.model_dump_json(indent=1))
-    os.replace(partial, path)

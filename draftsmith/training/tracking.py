@@ -1,7 +1,7 @@
 """Where the numbers of a run go: the console, `metrics.jsonl`, and the trackers that Accelerate knows."""
 
 import json
-import os
+import logging
 import resource
 import uuid
 from collections.abc import Mapping
@@ -14,7 +14,10 @@ from accelerate.utils import is_tensorboard_available, is_trackio_available, is_
 from rich.console import Console
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.files import replacing
 from draftsmith.training.options import TrackOptions
+
+_log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -80,8 +83,14 @@ class RunLog:
         if not self.accelerator.is_main_process:
             return
         if self.options.jsonl:
-            with self._metrics.open("a") as file:
-                file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            try:
+                with self._metrics.open("a") as file:
+                    file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            except OSError as error:
+                raise DraftsmithError(
+                    f"the numbers of step {step} cannot be written to {self._metrics} ({error}); make room, and run "
+                    "again with --resume to go on from the last checkpoint"
+                ) from error
         if self.options.console:
             self.console.print(_line(kind, step, values), soft_wrap=True, highlight=False, markup=False)
         self.accelerator.log(_scalars(kind, values), step=step)
@@ -101,14 +110,27 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _keep_until(path: Path, resumed_at: int | None) -> None:
-    """Drop what belongs to steps after `resumed_at` (None: to any), and a torn last line."""
+    """Drop what belongs to steps after `resumed_at` (None: to any), a torn last line, and, with a warning, what cannot
+    be read."""
     kept = []
     if resumed_at is not None and path.exists():
-        lines = path.read_text().split("\n")
-        kept = [line for line in lines[:-1] if json.loads(line)["step"] <= resumed_at]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(line + "\n" for line in kept))
-    os.replace(partial, path)
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        steps = [_step_of(line) for line in lines]
+        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= resumed_at]
+        if None in steps:
+            _log.warning("%s: dropped %d lines that cannot be read", path, steps.count(None))
+    with replacing(path) as file:
+        file.write("".join(line + "\n" for line in kept).encode())
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a log entry; None for a line that is none."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    step = entry.get("step") if isinstance(entry, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _scalars(kind: str, values: Values) -> dict[str, float]:
