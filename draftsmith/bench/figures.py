@@ -9,6 +9,9 @@ import numpy as np
 from draftsmith.bench.intervals import LOG_SCALE, Estimate, between, jackknife, ratio
 from draftsmith.bench.records import PLAIN, BenchAnswer, BenchReport, Decoder, Round
 
+UNCATEGORISED = "uncategorised"
+"""The category of prompts that have none."""
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -120,8 +123,8 @@ def accept_length(answers: Sequence[BenchAnswer], proposals: int) -> Estimate | 
 
 def by_category(answers: Sequence[BenchAnswer], proposals: int) -> dict[str, Estimate]:
     """Category -> accept length, in the order of first appearance; categories without a counted verify are left out."""
-    kinds = list(dict.fromkeys(answer.category or "uncategorised" for answer in answers))
-    found = {k: accept_length([a for a in answers if (a.category or "uncategorised") == k], proposals) for k in kinds}
+    kinds = list(dict.fromkeys(answer.category or UNCATEGORISED for answer in answers))
+    found = {k: accept_length([a for a in answers if (a.category or UNCATEGORISED) == k], proposals) for k in kinds}
     return {kind: estimate for kind, estimate in found.items() if estimate is not None}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from html import escape
 
-from draftsmith.bench.figures import Figures, all_figures
+from draftsmith.bench.figures import UNCATEGORISED, Figures, all_figures
 from draftsmith.bench.headline import estimate, gibibytes, milliseconds, number, percent, plural
 from draftsmith.bench.intervals import Estimate
 from draftsmith.bench.page_text import LEGEND, render_text
@@ -136,6 +136,8 @@ def _categories(first: Sequence[Figures], names: Sequence[str]) -> str:
     for found in first:
         for category, length in found.accept_length_by_category.items():
             groups.setdefault(category, []).append(_bar(found.decoder, length, None, names))
+    if set(groups) == {UNCATEGORISED}:
+        return ""  # the chart of all prompts says it
     return figure(bars(groups, "accept length by category"), title="By category")
 
 

@@ -70,6 +70,9 @@ summary { cursor: pointer; padding: .75rem 1.25rem; font-weight: 600; } summary 
   font: 12px/1.5 "Inter", "DejaVu Sans", system-ui, sans-serif; pointer-events: none;
   box-shadow: 0 4px 18px rgba(0, 0, 0, .25); }
 .legend i { padding: .1em .4em; white-space: nowrap; } .legend { line-height: 2; font-size: .88rem; }
+@media (max-width: 1400px) { .tokens i { position: static; } /* beside a token it might reach past the window */
+  .tokens i:hover::after { position: fixed; left: 50%; top: auto; bottom: 1rem; transform: translateX(-50%);
+    width: max-content; max-width: 92vw; white-space: pre-wrap; } }
 @media (max-width: 640px) { main { padding: 1.6rem .9rem 3rem; } .pair { grid-template-columns: 1fr; } }
 @media print { :root { color-scheme: light; --paper: #fff; --card: #fff; --ink: #000; --dim: #444; --line: #ccc;
     --grid: #e5e5e5; --accept: 0, 114, 178; --correct: #a03d00; --bonus: #006346; --plain: #888;

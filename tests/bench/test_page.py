@@ -55,6 +55,13 @@ def test_the_page_needs_nothing_from_elsewhere_and_escapes_names():
     assert "@media print" in STYLE
 
 
+def test_categories_are_drawn_where_there_are_some():
+    made, page = rendered()
+    assert "<h3>By category</h3>" in page
+    bare = [one.model_copy(update={"category": None}) for one in made.answers]
+    assert "By category" not in render_page(made.model_copy(update={"answers": bare}))
+
+
 def test_the_page_shows_the_figures_of_the_console():
     made, page = rendered()
     text = unescape(re.sub(r"<[^>]+>", " ", page))
