@@ -1,7 +1,12 @@
 """What a run is: written once when it starts, read when it resumes and when its draft is exported."""
 
+import errno
+import fcntl
+import logging
+import os
+import socket
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -11,7 +16,10 @@ from draftsmith.features.files import replacing
 from draftsmith.training.checkpoint import Checkpoint, RunCheckpoints
 from draftsmith.training.options import RESUME_FIXED
 
+_log = logging.getLogger(__name__)
+
 RECORD_FILE = "run.json"
+LOCK_FILE = "lock"
 CHECKPOINTS = "checkpoints"
 
 
@@ -66,12 +74,33 @@ def read_record(run_dir: Path) -> RunRecord:
         raise DraftsmithError(f"{path} cannot be read: {error}") from error
 
 
-def write_record(run_dir: Path, record: RunRecord) -> None:
-    """Writes `run.json`, whole or not at all. Raises `DraftsmithError` where the disk refuses."""
+def claim(run_dir: Path) -> BinaryIO:
+    """Makes the run directory this process's own, as long as the file that it gives is open and the process lives.
+
+    Raises `DraftsmithError` while another process trains there, or where there can be no such directory.
+    """
+    path = run_dir / LOCK_FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab", buffering=0)
     except OSError as error:
         raise DraftsmithError(f"the run directory {run_dir} cannot be made ({error}); choose another") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise DraftsmithError(
+                f"another process trains in {run_dir} (process {path.read_text().strip()}); wait for it or end it, or "
+                "choose another directory"
+            ) from error
+        _log.warning("%s cannot be locked (%s): see that nothing else trains there", path, error)
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {socket.gethostname()}".encode())
+    return file
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Writes `run.json`, whole or not at all. Raises `DraftsmithError` where the disk refuses."""
     with replacing(run_dir / RECORD_FILE) as file:
         file.write(record.model_dump_json(indent=1).encode())
 

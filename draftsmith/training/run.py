@@ -31,7 +31,7 @@ from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loop import EvaluateGenerate, Loop
 from draftsmith.training.options import TrackOptions, TrainOptions, check_replayable
 from draftsmith.training.parallel import raise_together
-from draftsmith.training.record import CHECKPOINTS, RunRecord, write_record
+from draftsmith.training.record import CHECKPOINTS, RunRecord, claim, write_record
 from draftsmith.training.report import write_run_report
 from draftsmith.training.source import FeatureSource, StoreSource
 from draftsmith.training.start import find_start
@@ -180,9 +180,10 @@ def train(
             tracker_ids=new_tracker_ids(track),
         )
     accelerator.wait_for_everyone()  # every process has looked at what was there before it changes
-    failure = None
+    failure, claimed = None, None
     if accelerator.is_main_process:
         try:
+            claimed = claim(run_dir)
             write_record(run_dir, record)
         except DraftsmithError as error:
             failure = error
@@ -216,6 +217,8 @@ def train(
         stage.advance(loop.position.step)
         interrupted_by = loop.run(stage)
     log.close()
+    if claimed is not None:
+        claimed.close()
     best = checkpoints.best()
     if track.jsonl and accelerator.is_main_process:
         ended = "finished" if interrupted_by is None else f"stopped by {interrupted_by}"

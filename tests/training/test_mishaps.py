@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from draftsmith.errors import DraftsmithError
 from draftsmith.training.checkpoint import STATE, WEIGHTS, Position, RunCheckpoints
 from draftsmith.training.guards import NonFiniteReport, write_report
-from draftsmith.training.record import find_checkpoint, read_record
+from draftsmith.training.record import claim, find_checkpoint, read_record
 from draftsmith.training.run import train
 from draftsmith.training.tracking import RunLog
 from tests.training.counting import QUIET, identity_of, options, section
@@ -109,6 +110,30 @@ def test_a_checkpoint_that_rotted_is_named_and_the_one_before_goes_on(target, st
         run(target, store, run_dir, resume=True)
     shutil.rmtree(path.parent)
     assert run(target, store, run_dir, resume=True).step == 3
+
+
+# --- others ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_trains_in_a_directory_at_a_time(target, store, run_dir):
+    run(target, store, run_dir)  # leaves the directory free
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        _held = claim(run_dir)
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        before = (run_dir / "metrics.jsonl").read_text()
+        with pytest.raises(DraftsmithError, match=rf"another process trains in {run_dir} \(process {child} on "):
+            run(target, store, run_dir, resume=True, max_steps=4)
+        assert (run_dir / "metrics.jsonl").read_text() == before
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(child, 0)
+    assert run(target, store, run_dir, resume=True, max_steps=4).step == 4
 
 
 # --- disks ----------------------------------------------------------------------------------------------------------
