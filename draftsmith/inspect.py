@@ -213,7 +213,7 @@ def run_overview(path: Path) -> RenderableType:
     return Group(facts(f"run {path}", {"stages": ", ".join(stages), **files}), *parts)
 
 
-def algorithm_table(recipe: Recipe | None = None) -> Table:
+def algorithm_table(recipe: Recipe | None = None) -> RenderableType:
     """Every method, and what it costs in the dimensions of a recipe's draft (None: the published one of Qwen3-8B).
 
     Reads no weights. Raises `DraftsmithError` as `draft_config` does, and where a method's head does not fit.
@@ -224,22 +224,15 @@ def algorithm_table(recipe: Recipe | None = None) -> Table:
     shape = f"{base.num_hidden_layers} layers, hidden {base.hidden_size}, block {base.block_size}"
     table = Table(title=f"Methods, for a draft of {of}: {shape}", title_justify="left", show_lines=False)
     table.add_column("draft.algorithm", no_wrap=True)
-    for column in ("what it is", "source"):
-        table.add_column(column)
-    for column in ("stored a token", "proposed a block", "parameters", "of which its own"):
-        table.add_column(column, justify="right")
+    for column in ("bytes a token", "proposals", "parameters", "its own"):  # 80 columns hold them whole
+        table.add_column(column, justify="right", no_wrap=True)
+    about = [Text()]
     for method in all_algorithms():
         cost = costs(method, in_dimensions_of(base, method), dtype)
-        table.add_row(
-            method.name,
-            method.summary,
-            method.paper,
-            f"{cost.bytes_per_token:,} bytes",
-            f"{cost.proposals} tokens",
-            f"{cost.parameters:,}",
-            f"{cost.extra_parameters:,}",
-        )
-    return table
+        numbers = (cost.bytes_per_token, cost.proposals, cost.parameters, cost.extra_parameters)
+        table.add_row(method.name, *(f"{number:,}" for number in numbers))
+        about.append(Text(f"{method.name}: {method.summary} ({method.paper})"))
+    return Group(table, *about)
 
 
 def recipe_draft(recipe: Recipe) -> DraftConfig:

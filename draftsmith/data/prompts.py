@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from draftsmith.data.conversations import record_layout, record_messages
 from draftsmith.data.jsonl import RecordError, parse_records
-from draftsmith.data.named import is_named, named_prompts
+from draftsmith.data.named import DATA_SETS, is_named, named_prompts
 from draftsmith.data.options import SHIPPED_PROMPTS
 from draftsmith.data.prompt import Prompt
+from draftsmith.errors import DraftsmithError
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -24,11 +25,19 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 def find_prompts(source: str, split: Literal["train", "heldout"]) -> list[Prompt]:
     """The prompts that a recipe names: a JSONL file, `shipped` (of that split), or a data set by name.
 
-    DraftsmithError as `read_prompts` and `data.named.named_prompts`.
+    DraftsmithError as `read_prompts` and `data.named.named_prompts`, and where there is neither file nor data set.
     """
     if source == SHIPPED_PROMPTS:
         return shipped_prompts(split)
-    return named_prompts(source) if is_named(source) else read_prompts(source)
+    if is_named(source):
+        return named_prompts(source)
+    if not Path(source).exists():
+        names = ", ".join((SHIPPED_PROMPTS, *DATA_SETS))
+        raise DraftsmithError(
+            f"{source}: there is no such file, nor prompts by that name; give a JSONL file, one of {names}, or "
+            "NAME@FILE.jsonl for rows of such a data set"
+        )
+    return read_prompts(source)
 
 
 def shipped_prompts(split: Literal["train", "heldout"] = "train") -> list[Prompt]:

@@ -1,6 +1,9 @@
 from collections import Counter
 
-from draftsmith.data.prompts import shipped_prompts
+import pytest
+
+from draftsmith.data.prompts import find_prompts, shipped_prompts
+from draftsmith.errors import DraftsmithError
 
 
 def test_shipped_prompts_are_enough_and_of_the_same_kinds() -> None:
@@ -19,6 +22,14 @@ def test_shipped_splits_share_nothing() -> None:
     prompts = [*train, *heldout]
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert len({tuple(turn.lower() for turn in prompt.turns) for prompt in prompts}) == len(prompts)
+
+
+def test_a_name_that_is_neither_file_nor_data_set_is_told_what_there_is(tmp_path) -> None:
+    for source in ("mt-bnch", str(tmp_path / "absent.jsonl")):
+        with pytest.raises(
+            DraftsmithError, match=r"no such file, nor prompts by that name; .*shipped, gsm8k, .*mt-bench"
+        ):
+            find_prompts(source, "heldout")
 
 
 def test_the_default_split_is_for_training() -> None:
