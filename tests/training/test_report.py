@@ -27,10 +27,13 @@ def test_a_run_ends_with_a_page_of_its_curves(target, store, run_dir):
     second = run(6, True)
     assert "4 of 4 (finished)" in first
     assert "6 of 6 (finished)" in second
-    for text in ("train loss", "eval loss", "eval accept_length", "train mfu", "train data_wait", "num_anchors"):
-        assert text in second
+    for text in ("loss", "accept length", "model FLOP utilisation", "share of the time spent waiting for data"):
+        assert f"<h3>{text}</h3>" in second
+    assert "num_anchors" in second
     assert "http" not in second
-    (curve,) = re.findall(r'points="([^"]*)"[^>]*><title>train loss<', second)
+    (loss,) = re.findall(r"<figure><h3>loss</h3>(.*?)</figure>", second)
+    (curve,) = re.findall(r'points="([^"]*)"[^>]*><title>training<', loss)
+    assert "<title>held out<" in loss
     assert len(curve.split()) == 6  # a resumed run shows the steps before it too
 
 
