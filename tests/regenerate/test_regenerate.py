@@ -161,7 +161,7 @@ def test_other_settings_or_prompts_are_refused(target: Target, tmp_path: Path) -
     regenerate(target, PROMPTS[:2], out, OPTIONS)
     before = out.read_bytes()
 
-    with pytest.raises(DraftsmithError, match=r"other settings: max_new_tokens was 9, now 8; write to another file \(run=DIR\)"):
+    with pytest.raises(DraftsmithError, match=r"settings: max_new_tokens was 9, now 8; write to .* \(run=DIR\)"):
         regenerate(target, PROMPTS[:2], out, OPTIONS.model_copy(update={"max_new_tokens": 8}))
     with pytest.raises(DraftsmithError, match=r"target\.template was "):
         regenerate(target, PROMPTS[:2], out, OPTIONS, data=DataOptions(system_prompt="x"))
