@@ -125,7 +125,7 @@ def random_draft(**changed: object) -> Draft:
     with torch.device(DEVICE):
         draft = Draft(config).to(torch.bfloat16)
     draw_weights(draft)
-    return draft.eval()
+    return draft.to(DEVICE).eval()  # the rope's frequencies are made on the CPU
 
 
 def measured(

@@ -66,13 +66,10 @@ CYCLES = (
 )  # fmt: skip
 # Rows that the kernel takes, and how it reads the weights; `swept` are the best tiles of a sweep in the same run.
 WAYS: dict[str, dict[str, Any]] = {
-    "16": {"limit": 16}, "32": {"limit": 32}, "32 held": {"limit": 32, "held": 8},
-    "32 late": {"limit": 32, "late": True}, "32 swept": {"limit": 32, "best": True},
+    "16": {"limit": 16}, "32": {"limit": 32}, "32, 1 held": {"limit": 32, "held": 1},
+    "32 swept": {"limit": 32, "best": True},
 }  # fmt: skip
-LARGE_WAYS = {
-    **{name: WAYS[name] for name in ("16", "32", "32 late")},
-    "32 late 2": {"limit": 32, "held": 2, "late": True},
-}
+LARGE_WAYS = {name: WAYS[name] for name in ("16", "32")}
 
 
 class Tiles(NamedTuple):
@@ -84,7 +81,6 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     held: int = 1
-    late: bool = False
 
     def __str__(self) -> str:
         return "/".join(str(int(value)) for value in self)
@@ -93,24 +89,22 @@ class Tiles(NamedTuple):
 # By inner dimension for SmolLM2, where every part should be whole blocks.
 SMALL: dict[int, tuple[Tiles, ...]] = {
     576: tuple(Tiles(*t) for t in (
-        (1, 64, 64, 4, 5), (3, 64, 64, 4, 3), (3, 64, 64, 4, 3, 3), (3, 64, 64, 4, 3, 1, True), (3, 64, 64, 2, 3, 3),
-        (9, 64, 64, 4, 2), (1, 32, 64, 4, 5), (3, 32, 64, 4, 3), (3, 32, 64, 4, 3, 3), (3, 32, 64, 2, 3, 3),
-        (1, 32, 64, 4, 5, 4, True), (9, 32, 64, 4, 2), (3, 16, 64, 2, 3, 3),
+        (1, 64, 64, 4, 5), (3, 64, 64, 4, 3), (3, 64, 64, 4, 3, 3), (3, 64, 64, 2, 3, 3), (9, 64, 64, 4, 2),
+        (1, 32, 64, 4, 5), (3, 32, 64, 4, 3), (3, 32, 64, 4, 3, 3), (3, 32, 64, 2, 3, 3),
+        (9, 32, 64, 4, 2), (3, 16, 64, 2, 3, 3),
     )),
     1536: tuple(Tiles(*t) for t in (
-        (4, 64, 128, 4, 3), (4, 64, 128, 4, 3, 3), (4, 64, 128, 4, 3, 1, True), (6, 64, 128, 4, 3, 2),
+        (4, 64, 128, 4, 3), (4, 64, 128, 4, 3, 3), (6, 64, 128, 4, 3, 2),
         (12, 64, 128, 4, 2), (8, 64, 64, 4, 3), (8, 64, 64, 4, 3, 3), (4, 32, 128, 4, 3, 3), (8, 32, 64, 4, 3, 3),
         (8, 32, 64, 2, 3, 3),
     )),
     2880: tuple(Tiles(*t) for t in (
         (9, 64, 64, 4, 3), (9, 64, 64, 4, 3, 5), (15, 64, 64, 4, 3, 3), (9, 32, 64, 4, 3, 5), (15, 32, 64, 2, 3, 3),
-        (5, 32, 64, 4, 5, 4, True),
     )),
 }  # fmt: skip
 LARGE = (
-    (64, 128, 4, 3), (64, 128, 4, 3, 1, True), (64, 128, 4, 3, 2, True), (64, 128, 4, 4), (64, 64, 4, 4),
-    (64, 64, 4, 5), (64, 64, 4, 5, 2, True), (64, 64, 4, 4, 4, True), (128, 64, 4, 3), (128, 64, 4, 4),
-    (128, 64, 4, 3, 2, True), (128, 64, 8, 4), (128, 128, 8, 3),
+    (64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4), (64, 64, 4, 5), (128, 64, 4, 3), (128, 64, 4, 4),
+    (128, 64, 8, 4), (128, 128, 8, 3),
 )  # fmt: skip
 LARGE_SPLITS = {"qkv": (1, 2, 4), "out": (2, 4), "gate_up": (1, 2), "down": (2, 4), "taps": (4, 8)}
 
