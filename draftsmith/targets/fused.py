@@ -22,10 +22,8 @@ from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.joining import GatedMLP, Layer, Linear, join_layer, norm_epsilon, style_of
+from draftsmith.targets.rope import length_dependent_type
 from draftsmith.targets.taps import tap_layers
-
-# Rope whose frequencies depend on the length of the text: a table of angles by position does not hold them.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 # Positions of the angle tables past the model's own last one: room for a block that begins within it.
 _TABLE_MARGIN = 256
@@ -215,14 +213,12 @@ class _Recorder(CachedAttention):
 
 def _layer_ropes(decoder: Any, config: Any, by_layer_type: bool) -> list[tuple[Tensor, Tensor]]:
     """(cos, sin) [positions, rotary] of every layer, from the model's own rotary module."""
-    parameters = config.rope_parameters
-    kinds = parameters.values() if by_layer_type else [parameters]
-    for kind in kinds:
-        if kind["rope_type"] in _LENGTH_DEPENDENT_ROPE:
-            raise DraftsmithError(
-                f"the target's rope of type {kind['rope_type']!r} depends on the length of the text and cannot be "
-                "fused (set target.fuse to 'off')"
-            )
+    rope_type = length_dependent_type(config)
+    if rope_type is not None:
+        raise DraftsmithError(
+            f"the target's rope of type {rope_type!r} depends on the length of the text and cannot be fused (set "
+            "target.fuse to 'off')"
+        )
     weight = decoder.norm.weight
     positions = torch.arange(config.max_position_embeddings + _TABLE_MARGIN, device=weight.device)[None]
     sample = weight.new_empty(1, 1, 1)

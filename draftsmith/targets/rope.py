@@ -17,10 +17,11 @@ def rope_kinds(text_config: Any) -> Iterator[dict[str, Any]]:
     yield from parameters.values() if parameters and "rope_type" not in parameters else [parameters]
 
 
-def depends_on_length(text_config: Any) -> bool:
-    """Whether transformers computes frequencies by a forward's highest position: no table of angles by position holds
-    them."""
-    return any(rope.get("rope_type") in _LENGTH_DEPENDENT for rope in rope_kinds(text_config))
+def length_dependent_type(text_config: Any) -> str | None:
+    """The type of the rope whose frequencies transformers computes by a forward's highest position, so that no table of
+    angles by position holds them; None where there is none such."""
+    types = (rope.get("rope_type") for rope in rope_kinds(text_config))
+    return next((kind for kind in types if kind in _LENGTH_DEPENDENT), None)
 
 
 def text_window(text_config: Any) -> int:

@@ -20,7 +20,7 @@ from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.location import Location, current, locate, read_config, resolve_device
 from draftsmith.targets.probe import check_ends
-from draftsmith.targets.rope import depends_on_length, tell_window, text_window
+from draftsmith.targets.rope import length_dependent_type, tell_window, text_window
 from draftsmith.targets.taps import check_tap_ids, tap_layers
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Target:
         position."""
         if self.device.type != "cuda":
             return False
-        if depends_on_length(self.text_config):
+        if length_dependent_type(self.text_config) is not None:
             _LOG.info("target %s: its rope depends on the length of the text, so its own code runs", self.source)
             return False
         from draftsmith.targets.joining import STYLES

@@ -13,7 +13,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.outline import TargetOutline
 from draftsmith.targets.description import TargetDescription
 from draftsmith.targets.options import TargetOptions
-from draftsmith.targets.rope import depends_on_length
+from draftsmith.targets.rope import length_dependent_type
 from draftsmith.targets.target import Target
 from tests.tiny import tiny_model
 from tests.tiny_draft import tiny_draft
@@ -75,8 +75,8 @@ def test_a_shorter_window_is_told_and_is_the_same_without_weights(tmp_path, capl
     assert "texts may have 48 tokens, not 96" in caplog.text
     for facts in (TargetDescription.load(options), TargetOutline.load(options), target):
         assert facts.max_position_embeddings == 48
-        assert depends_on_length(facts.text_config)
-    assert not depends_on_length(tiny_model("gemma3").config)
+        assert length_dependent_type(facts.text_config) is not None
+    assert length_dependent_type(tiny_model("gemma3").config) is None
 
 
 def test_a_fresh_draft_takes_a_rope_that_drafts_have():
