@@ -1,6 +1,6 @@
 """From a store to the micro-batches of every optimiser step, in an order that only the seed and the epoch decide."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -192,16 +192,34 @@ class _MicroBatches:
 
 
 @dataclass(frozen=True)
-class _InSlots(Dataset[Packed]):
-    """Makes micro-batches in slots, in the DataLoader's workers, which receive (key, slot) from the main process."""
+class _InSlots(Dataset[Packed | DraftsmithError]):
+    """Makes micro-batches in slots, in the DataLoader's workers, which receive (key, slot) from the main process.
+
+    A `DraftsmithError` is handed over in place of its batch: one that a worker raised, the loader would raise again
+    with the worker's traceback for its message.
+    """
 
     micro_batches: _MicroBatches
     slots: Slots
 
-    def __getitem__(self, item: tuple[_Key, int]) -> Packed:
+    def __getitem__(self, item: tuple[_Key, int]) -> Packed | DraftsmithError:
         key, number = item
         slot = self.slots.slot(number)
-        return pack(self.micro_batches.make(key, slot), number, slot)
+        try:
+            return pack(self.micro_batches.make(key, slot), number, slot)
+        except DraftsmithError as error:
+            return error
+
+
+def _unpacked(made: Iterable[Packed | DraftsmithError], slots: Slots) -> Iterator[Filled[MicroBatch]]:
+    """The batches that `_InSlots` made, in `slots`; raises the `DraftsmithError` that came in place of one."""
+    for each in made:
+        if isinstance(each, DraftsmithError):
+            try:
+                raise each
+            finally:
+                del each  # else error and frame hold each other, and the loader's workers outlive the error
+        yield slots.filled(each)
 
 
 @dataclass(frozen=True)
@@ -219,7 +237,8 @@ class TrainingBatches:
 
     They are read ahead by `workers` processes (0: made when they are asked for), or by a thread where the source is
     live; on a GPU they are copied there ahead, too. documents: the source's number of every document that the plan
-    numbers. Raises `DraftsmithError` where there is too little shared memory for the workers.
+    numbers. Raises `DraftsmithError` where there is too little shared memory for the workers, and, in place of the
+    batch that it hits, what the source raises, from a worker as from this process.
     """
 
     def __init__(
@@ -265,8 +284,7 @@ class TrainingBatches:
             generator=torch.Generator(),  # the loader draws a seed; the run's own generator must not move
         )
         packed = iter(loader)  # starts the workers, before there is a thread
-        filled = (slots.filled(each) for each in packed)
-        with slots.pinned(self._device), closing(self._moved(filled)) as batches:
+        with slots.pinned(self._device), closing(self._moved(_unpacked(packed, slots))) as batches:
             yield from batches
 
     def _moved(self, filled: Iterator[Filled[MicroBatch]]) -> Generator[MicroBatch, None, None]:

@@ -58,7 +58,10 @@ def read_ahead(batches: Iterator[Movable[Batch]], device: torch.device) -> Gener
         while True:
             item = made.get()
             if item.error is not None:
-                raise item.error
+                try:
+                    raise item.error
+                finally:
+                    del item  # else error and frame hold each other, and what made the batches outlives the error
             if item.batch is None:
                 return
             if item.ready is not None:

@@ -1,6 +1,7 @@
 """Batches through slots are the batches that were put in."""
 
 import multiprocessing
+import shutil
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.manifest import StoreError
+from draftsmith.features.reader import Store
 from draftsmith.training.batches import BlockSampler, Forward, StepPlan, TrainingBatches
 from draftsmith.training.read_ahead import tensors_of
 from draftsmith.training.slots import Slots, pack
@@ -135,6 +138,55 @@ def test_batches_that_workers_make_are_the_plain_ones(store, workers, device):
     source = sampler.source
     assert isinstance(source, StoreSource)
     assert sorted(source.store.checked.nonzero().flatten().tolist()) == sorted(documents)  # by whichever process
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_damage_that_a_worker_meets_is_told_as_the_store_tells_it(store, tmp_path, workers):
+    """In place of its batch, after the ones before it, without the worker's traceback."""
+    directory = tmp_path / "store"
+    shutil.copytree(store.directory, directory)
+    (path,) = directory.glob("*.features.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # the last document's taps
+    path.write_bytes(data)
+    damaged, last = Store.open(directory), len(store) - 1
+    with pytest.raises(StoreError, match=f"'doc-{last}' has CRC-32.*damaged") as plain:
+        damaged[last]
+    plan = StepPlan(store.lengths, store.sample_ids, tokens_per_row=48, rows_per_step=1, rows_per_forward=1, seed=5)
+    sound = [last not in row for row in plan.rows(0)].index(False)
+    assert sound > 1
+    batches = TrainingBatches(
+        plan, sampler_of(damaged), list(range(len(store))), rank=0, num_ranks=1, workers=workers, device=CPU
+    )
+    steps = batches.steps(0, 0, plan.steps_in(0))
+    for _ in range(sound):
+        assert len(list(next(steps).micro_batches)) == 1
+    hit = next(steps)
+    try:
+        next(hit.micro_batches)
+    except StoreError as error:
+        assert str(error) == str(plain.value)  # noqa: PT017  (pytest.raises would keep the error, and with it the workers)
+    else:
+        pytest.fail("the damage was not met")
+    assert not multiprocessing.active_children()
+
+
+class Defect(StoreSource):
+    def records(self, documents):
+        raise ZeroDivisionError("a defect")
+
+
+def test_a_defect_in_a_worker_keeps_its_traceback(store):
+    plan = StepPlan(store.lengths, store.sample_ids, tokens_per_row=48, rows_per_step=2, rows_per_forward=2, seed=5)
+    sampler = replace(sampler_of(store), source=Defect(store, store.features))
+    batches = TrainingBatches(plan, sampler, list(range(len(store))), rank=0, num_ranks=1, workers=1, device=CPU)
+    steps = batches.steps(0, 0, 1)
+    step = next(steps)
+    with pytest.raises(ZeroDivisionError, match=r"(?s)worker process.*in records.*a defect"):
+        next(step.micro_batches)
+    for worker in multiprocessing.active_children():  # torch's loader waits seconds for it, whenever it is collected
+        worker.terminate()
+        worker.join()
 
 
 def test_an_abandoned_run_ends_its_workers(store):
