@@ -69,7 +69,8 @@ class TokenSampler(Protocol):
 
     `sampler(logits [batch, V], draw)` -> (ids [batch] int64, q [batch, V] or None). Greedy: argmax, ties to the lowest
     id, q None. Sampling: draws from the processed distribution and returns it as q. `draw` (0, 1, ...) numbers the
-    draws of one block, so that each uses fresh randomness of its row's own stream.
+    draws of one block, so that each uses fresh randomness of its row's own stream. A proposer to which only some tokens
+    are possible may hand over theirs alone, in order of ids; the results then count among these.
     """
 
     def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]: ...

@@ -66,7 +66,7 @@ class DFlash2Objective:
     def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
         """Works through chunks of whole blocks, because a label's weight may depend on its block's other losses."""
         blocks, options = outputs.blocks, self.options
-        selector = _selector(draft)
+        selector = selector_of(draft)
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
         chosen = Chosen.blocks(blocks)  # n of them
         labels, mask, previous = (chosen.take(t) for t in (blocks.labels, blocks.label_mask, blocks.previous_ids))
@@ -150,14 +150,33 @@ def _best(scores: Tensor, ids: Tensor) -> Tensor:
     return torch.where(best, ids, ids.amax(-1, keepdim=True)).amin(-1)
 
 
-def _selector(draft: Draft) -> CandidateSelector:
+def selector_of(draft: Draft) -> CandidateSelector:
+    """The selector of a DFlash 2 draft."""
     return cast(DFlash2Head, draft.head).candidate_selector
+
+
+def draw_path(
+    selector: CandidateSelector, slots: Tensor, unary: Tensor, anchor_ids: Tensor, sampler: TokenSampler
+) -> Proposals:
+    """A path through the slots' candidates, left to right: slots [batch, P, H], unary [batch, P, V]."""
+    # In order of ids, as a vocabulary is: ties go to the lowest one, and a draw's inverse CDF runs as over all tokens.
+    candidates = selector.candidates(unary).sort(-1).values  # [batch, P, K]
+    token_ids, distributions = [], []
+    ids = anchor_ids
+    for slot in range(slots.shape[1]):
+        offered = candidates[:, slot]
+        chosen, q = sampler(selector.scores(unary[:, slot], selector.latent(slots[:, slot], ids), offered), slot)
+        ids = offered.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        token_ids.append(ids)
+        if q is not None:
+            distributions.append(q.new_zeros(unary[:, slot].shape).scatter(-1, offered, q))
+    return Proposals(torch.stack(token_ids, dim=1), torch.stack(distributions, dim=1) if distributions else None)
 
 
 @dataclass
 class DFlash2Proposer:
-    """A path through the slots' candidates, left to right: each token is the best of the selector's scores given the
-    token before it, or drawn from them. All other tokens have probability 0."""
+    """A path through the slots' candidates: each token is the best of the selector's scores given the token before it,
+    or drawn from them. All other tokens have probability 0."""
 
     draft: Draft
     ends: TargetEnds
@@ -166,21 +185,8 @@ class DFlash2Proposer:
 
     def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
         """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
-        selector = _selector(self.draft)
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
-        unary = self.draft.logits(slots, self.ends)  # [batch, P, V]
-        candidates = selector.candidates(unary)  # [batch, P, K]
-        token_ids, distributions = [], []
-        ids = anchor_ids
-        for slot in range(self.num_proposals):
-            offered = candidates[:, slot]
-            scores = selector.scores(unary[:, slot], selector.latent(slots[:, slot], ids), offered)
-            everywhere = torch.full_like(unary[:, slot], float("-inf"), dtype=torch.float32)
-            ids, q = sampler(everywhere.scatter(-1, offered, scores), slot)
-            token_ids.append(ids)
-            if q is not None:
-                distributions.append(q)
-        return Proposals(torch.stack(token_ids, dim=1), torch.stack(distributions, dim=1) if distributions else None)
+        return draw_path(selector_of(self.draft), slots, self.draft.logits(slots, self.ends), anchor_ids, sampler)
 
 
 class DFlash2(Algorithm):
@@ -204,4 +210,10 @@ class DFlash2(Algorithm):
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         check_no_decoding_options(self.name, decoding)
         layout = self.block_layout(draft.config)
-        return DFlash2Proposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+        count = check_num_proposals(num_proposals, layout)
+        if draft.device.type != "cuda":
+            return DFlash2Proposer(draft, ends, layout, count)
+        # Kernels need the package triton, which not every installation has.
+        from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Proposer
+
+        return KernelDFlash2Proposer(draft, ends, layout, count)

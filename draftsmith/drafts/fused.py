@@ -13,19 +13,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftsmith.drafts.attention import AttentionKind
-from draftsmith.drafts.backbone import Layer, SublayerWrapper
+from draftsmith.drafts.backbone import Layer
+from draftsmith.drafts.convolution import BlockConvolution
 from draftsmith.drafts.draft import Draft
 from draftsmith.kernels.joined import join_rows
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One layer's joined weights: qkv [(heads + 2 kv_heads) * d, H], gate_up [2 I, H]; the rest as in the layer."""
+    """One layer's joined weights: qkv [(heads + 2 kv_heads) * d, H], gate_up [2 I, H]; the convolutions around its
+    sublayers, where it has them; the rest as in the layer."""
 
     layer: Layer
     kind: AttentionKind
     qkv: Tensor
     gate_up: Tensor
+    attention_conv: BlockConvolution | None
+    mlp_conv: BlockConvolution | None
 
 
 class FusedDraft:
@@ -40,6 +44,7 @@ class FusedDraft:
         # Triton is there wherever torch has a GPU, and need not be elsewhere.
         from draftsmith.kernels import (
             block_attention,
+            block_convolution,
             context_append,
             gated_activation,
             rms_norm,
@@ -50,6 +55,7 @@ class FusedDraft:
         self._linear_or_addends = skinny_linear.linear_or_addends
         self._skinny = skinny
         self._attention = block_attention.block_attention
+        self._block_convolution = block_convolution.block_convolution
         self._context_append = context_append.context_append
         self._gated_activation = gated_activation.gated_activation
         self._rms_norm = rms_norm.rms_norm
@@ -69,6 +75,8 @@ class FusedDraft:
                     kind,
                     qkv=_joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
                     gate_up=_joined(layer.mlp.gate_proj, layer.mlp.up_proj),
+                    attention_conv=cast(BlockConvolution | None, layer.attention_conv),
+                    mlp_conv=cast(BlockConvolution | None, layer.mlp_conv),
                 )
                 for layer, kind in zip(layers, config.attention_kinds, strict=True)
             ]
@@ -103,7 +111,7 @@ class FusedDraft:
             layer, attention = fused.layer, fused.layer.self_attn
             keys, values = cache[index, 0], cache[index, 1]
             normed, hidden = self._rms_norm(change, layer.input_layernorm.weight, eps, hidden, partial=partial)
-            normed, state = _before(layer.attention_conv, normed)
+            normed, deltas = self._before(fused.attention_conv, normed)
             q = self._rope_cache(
                 self._product(normed, fused.qkv)[0],
                 cosine,
@@ -127,33 +135,37 @@ class FusedDraft:
                 sinks=attention.attention_sink_bias,
             )
             mixed = mixed.transpose(1, 2).flatten(2)
-            out, partial = self._product(mixed, attention.o_proj.weight, whole=layer.attention_conv is not None)
-            out = _after(layer.attention_conv, out, state)
+            out, partial = self._after(fused.attention_conv, deltas, *self._product(mixed, attention.o_proj.weight))
             normed, hidden = self._rms_norm(out, layer.post_attention_layernorm.weight, eps, hidden, partial=partial)
-            normed, state = _before(layer.mlp_conv, normed)
+            normed, deltas = self._before(fused.mlp_conv, normed)
             gate_up, partial = self._product(normed, fused.gate_up)
             gated = self._gated_activation(gate_up, "silu", normed.dtype if partial else None)
-            change, partial = self._product(gated, layer.mlp.down_proj.weight, whole=layer.mlp_conv is not None)
-            change = _after(layer.mlp_conv, change, state)
+            change, partial = self._after(fused.mlp_conv, deltas, *self._product(gated, layer.mlp.down_proj.weight))
         return self._rms_norm(change, self.draft.backbone.norm.weight, eps, hidden, partial=partial)[0]
 
-    def _product(self, x: Tensor, weight: Tensor, *, whole: bool = False) -> tuple[Tensor, bool]:
-        """x W^T, and whether it comes as addends [S, ...], which `whole` forbids."""
-        return self._linear_or_addends(x, weight, addends=self._skinny and not whole)
+    def _before(
+        self, convolution: BlockConvolution | None, normed: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, bool] | None]:
+        """A sublayer's input, and the deltas of both its convolutions, as `_product` gives them."""
+        if convolution is None:
+            return normed, None
+        deltas, partial = self._product(normed, convolution.kernel_projection.weight)
+        base = convolution.base_kernel
+        return self._block_convolution(normed, base, deltas, which=0, partial_deltas=partial), (deltas, partial)
+
+    def _after(
+        self, convolution: BlockConvolution | None, deltas: tuple[Tensor, bool] | None, out: Tensor, partial: bool
+    ) -> tuple[Tensor, bool]:
+        """What a sublayer adds, and whether it comes as addends."""
+        if convolution is None or deltas is None:
+            return out, partial
+        options = {"which": 1, "partial": partial, "partial_deltas": deltas[1]}
+        return self._block_convolution(out, convolution.base_kernel, deltas[0], **options), False
+
+    def _product(self, x: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
+        """x W^T, and whether it comes as addends [S, ...]."""
+        return self._linear_or_addends(x, weight, addends=self._skinny)
 
 
 def _joined(*projections: nn.Linear) -> Tensor:
     return join_rows([projection.weight for projection in projections])
-
-
-def _before(wrapper: nn.Module | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    if wrapper is None:
-        return hidden, None
-    inner, state = cast(SublayerWrapper, wrapper).before(hidden[:, None])
-    return inner[:, 0], state
-
-
-def _after(wrapper: nn.Module | None, hidden: Tensor, state: Tensor | None) -> Tensor:
-    if wrapper is None or state is None:
-        return hidden
-    return cast(SublayerWrapper, wrapper).after(hidden[:, None], state)[:, 0]

@@ -1,0 +1,38 @@
+"""A draft's pass in decoding by kernels against the pass by its own modules, for all that a layer may have; on a GPU
+`tests/gpu/test_engine_step.py` does the same with every kind of draft."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
+from tests.tiny import tiny_target
+from tests.tiny_draft import tiny_draft
+
+HEAD = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # fp16: products come as addends
+def test_a_block_by_kernels_is_that_of_the_modules(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    target = tiny_target("llama", vocab_size=61)
+    options = {"num_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "head": HEAD}
+    draft = tiny_draft(target, block_size=4, architecture="dflash2", **options).to(dtype)
+    embeddings, anchors = torch.randn(1, 4, target.hidden_size).to(dtype), torch.tensor([3])
+    taps = torch.randn(1, 3, draft.backbone.fc.weight.shape[1]).to(dtype)
+    dense, fused = (_block(blocks, taps, embeddings, anchors) for blocks in (DenseBlocks(draft), FusedBlocks(draft)))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(fused, dense, atol=tolerance, rtol=tolerance)
+    draft.backbone.layers[0].mlp_conv.base_kernel[1, 2, 7] += 4.0  # after the second sublayer, from two slots before
+    changed = (_block(FusedBlocks(draft), taps, embeddings, anchors) - fused).abs().amax(-1)
+    assert (changed[0] > 0.1).tolist() == [False, False, True, True]
+
+
+def _block(
+    blocks: DenseBlocks | FusedBlocks, taps: torch.Tensor, embeddings: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    cache = blocks.new_cache(1, 8)
+    blocks.append(taps, torch.zeros_like(anchors), cache)
+    return blocks.block(embeddings, anchors, cache, 8)
