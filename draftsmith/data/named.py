@@ -59,8 +59,8 @@ def is_named(source: str) -> bool:
 def named_prompts(source: str) -> list[Prompt]:
     """The prompts of a named data set, in its order, with ids NAME-ROW (from 1).
 
-    DraftsmithError: the package `datasets` is not installed, the hub does not answer, or a row has other columns than
-    the data set's.
+    DraftsmithError: the package `datasets` is not installed, the hub does not answer or breaks off, what came cannot be
+    read, or a row has other columns than the data set's.
     """
     name, at, file = source.partition("@")
     if at:
@@ -93,17 +93,23 @@ def to_prompt(name: str, row: Mapping[str, Any], identity: str) -> Prompt:
 def _download(name: str) -> Iterable[Mapping[str, Any]]:
     try:
         import datasets
+        from huggingface_hub.errors import HTTPError
     except ImportError as error:
         raise DraftsmithError(
             f"the data set {name!r} comes through the package datasets, which is not installed: pip install "
             f"'draftsmith[data]'; or give a local file of its rows as {name}@FILE.jsonl"
         ) from error
     found = DATA_SETS[name]
+    # OSError and ValueError: no connection, no such data set or split, neither there nor in the cache. HTTPError: the
+    # hub's client, where a download breaks off. DatasetsError: files that cannot be read; its cause says why.
+    errors = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
     try:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(found.path, found.config, split=found.split)
-    except (OSError, ValueError) as error:  # no connection, no such data set; neither here nor in the cache
+    except errors as error:
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        reason = f"{error}: {cause}" if cause else str(error)
         raise DraftsmithError(
-            f"the data set {name!r} ({found.path}) cannot be loaded from the hub: {error}; without a network, give a "
-            f"local file of its rows as {name}@FILE.jsonl"
+            f"the data set {name!r} ({found.path}) cannot be loaded from the hub: {' '.join(reason.split())}; without "
+            f"a network, give a local file of its rows as {name}@FILE.jsonl"
         ) from error
     return rows

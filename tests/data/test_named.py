@@ -2,9 +2,10 @@
 
 import json
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from huggingface_hub.errors import HTTPError
 
 from draftsmith.data.named import DATA_SETS, is_named, named_prompts, rows_to_prompts
 from draftsmith.data.prompts import find_prompts
@@ -40,23 +41,45 @@ def test_turns_and_categories():
     assert rows_to_prompts("alpaca", [ROWS["alpaca"] | {"input": ""}])[0].turns == ("Sort these.",)
 
 
+class DatasetsError(Exception):
+    """As the package has it: neither an OSError nor a ValueError."""
+
+
+def datasets_that(load_dataset) -> ModuleType:
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset
+    module.exceptions = SimpleNamespace(DatasetsError=DatasetsError)
+    return module
+
+
 def test_the_hub_is_asked_through_datasets(monkeypatch):
     asked = []
-    module = ModuleType("datasets")
-    module.load_dataset = lambda *path, split: asked.append((*path, split)) or [ROWS["gsm8k"]]
+    module = datasets_that(lambda *path, split: asked.append((*path, split)) or [ROWS["gsm8k"]])
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert named_prompts("gsm8k")[0].turns[0].startswith("How many?\nPlease reason step by step")
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
-def test_a_hub_that_does_not_answer_is_said(monkeypatch):
-    def refuse(*path, split):
-        raise ConnectionError("no route to host")
+BROKEN = DatasetsError("An error occurred")
+BROKEN.__cause__ = EOFError("the file ends\n early")
 
-    module = ModuleType("datasets")
-    module.load_dataset = refuse
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    with pytest.raises(DraftsmithError, match=r"'gsm8k' \(openai/gsm8k\).*no route to host.*gsm8k@FILE"):
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("no route to host"), "no route to host"),
+        (ValueError("no split"), "no split"),
+        (HTTPError("peer closed connection"), "peer closed connection"),
+        (BROKEN, "An error occurred: the file ends early"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_hub_that_does_not_answer_is_said(monkeypatch, error, said):
+    def refuse(*path, split):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "datasets", datasets_that(refuse))
+    with pytest.raises(DraftsmithError, match=rf"'gsm8k' \(openai/gsm8k\).*: {said}; .*gsm8k@FILE"):
         find_prompts("gsm8k", "heldout")
 
 
