@@ -159,8 +159,10 @@ class FusedDraft:
         """What a sublayer adds, and whether it comes as addends."""
         if convolution is None or deltas is None:
             return out, partial
-        options = {"which": 1, "partial": partial, "partial_deltas": deltas[1]}
-        return self._block_convolution(out, convolution.base_kernel, deltas[0], **options), False
+        convolved = self._block_convolution(
+            out, convolution.base_kernel, deltas[0], which=1, partial=partial, partial_deltas=deltas[1]
+        )
+        return convolved, False
 
     def _product(self, x: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
         """x W^T, and whether it comes as addends [S, ...]."""

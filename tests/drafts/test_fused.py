@@ -1,12 +1,15 @@
 """A draft's pass in decoding by kernels against the pass by its own modules, for all that a layer may have; on a GPU
 `tests/gpu/test_engine_step.py` does the same with every kind of draft."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
+from draftsmith.drafts.convolution import BlockConvolution
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
 
@@ -18,14 +21,21 @@ HEAD = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 3, "select
 def test_a_block_by_kernels_is_that_of_the_modules(dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     target = tiny_target("llama", vocab_size=61)
-    options = {"num_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "head": HEAD}
+    options: dict[str, Any] = {
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "head": HEAD,
+    }
     draft = tiny_draft(target, block_size=4, architecture="dflash2", **options).to(dtype)
     embeddings, anchors = torch.randn(1, 4, target.hidden_size).to(dtype), torch.tensor([3])
     taps = torch.randn(1, 3, draft.backbone.fc.weight.shape[1]).to(dtype)
     dense, fused = (_block(blocks, taps, embeddings, anchors) for blocks in (DenseBlocks(draft), FusedBlocks(draft)))
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(fused, dense, atol=tolerance, rtol=tolerance)
-    draft.backbone.layers[0].mlp_conv.base_kernel[1, 2, 7] += 4.0  # after the second sublayer, from two slots before
+    convolution = cast(BlockConvolution, draft.backbone.layers[0].mlp_conv)
+    convolution.base_kernel[1, 2, 7] += 4.0  # after the second sublayer, from two slots before
     changed = (_block(FusedBlocks(draft), taps, embeddings, anchors) - fused).abs().amax(-1)
     assert (changed[0] > 0.1).tolist() == [False, False, True, True]
 
