@@ -15,4 +15,4 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def draft(target: Target) -> Draft:
-    return tiny_draft(target, num_layers=2, block_size=5)
+    return tiny_draft(target, num_layers=2, block_size=7)

@@ -38,16 +38,6 @@ def tokens(generations: list[Generation]) -> list[list[int]]:
     return [generation.token_ids for generation in generations]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target) -> Draft:
-    return tiny_draft(target, num_layers=2, block_size=7)
-
-
 # --- acceptance of every length ---------------------------------------------------------------------------------------
 
 

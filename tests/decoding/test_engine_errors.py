@@ -15,16 +15,6 @@ from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Target) -> Draft:
-    return tiny_draft(target, num_layers=2, block_size=7)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
