@@ -59,7 +59,7 @@ def is_named(source: str) -> bool:
 def named_prompts(source: str) -> list[Prompt]:
     """The prompts of a named data set, in its order, with ids NAME-ROW (from 1).
 
-    DraftsmithError: the package `datasets` is not installed, the hub does not answer or breaks off, what came cannot be
+    DraftsmithError: the package `datasets` cannot be imported, the hub does not answer or breaks off, what came cannot be
     read, or a row has other columns than the data set's.
     """
     name, at, file = source.partition("@")
@@ -96,8 +96,8 @@ def _download(name: str) -> Iterable[Mapping[str, Any]]:
         from huggingface_hub.errors import HTTPError
     except ImportError as error:
         raise DraftsmithError(
-            f"the data set {name!r} comes through the package datasets, which is not installed: pip install "
-            f"'draftsmith[data]'; or give a local file of its rows as {name}@FILE.jsonl"
+            f"the data set {name!r} comes through the package datasets, which cannot be imported ({error}): "
+            f"pip install 'draftsmith[data]', or give a local file of its rows as {name}@FILE.jsonl"
         ) from error
     found = DATA_SETS[name]
     # OSError and ValueError: no connection, no such data set or split, neither there nor in the cache. HTTPError: the
