@@ -59,8 +59,8 @@ def is_named(source: str) -> bool:
 def named_prompts(source: str) -> list[Prompt]:
     """The prompts of a named data set, in its order, with ids NAME-ROW (from 1).
 
-    DraftsmithError: the package `datasets` cannot be imported, the hub does not answer or breaks off, what came cannot be
-    read, or a row has other columns than the data set's.
+    DraftsmithError: the package `datasets` cannot be imported, the hub does not answer or breaks off, what came cannot
+    be read, or a row has other columns than the data set's.
     """
     name, at, file = source.partition("@")
     if at:
