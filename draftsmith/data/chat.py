@@ -82,6 +82,14 @@ def render_with_assistant_mask(
     return [int(token) for token in rendered["input_ids"]], [bool(flag) for flag in rendered["assistant_masks"]]
 
 
+def answer_text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = False) -> str:
+    """An answer's tokens as text, every space as the tokens have it; `special_tokens`: by their names, or left out."""
+    # Tokenizers may be set up to take spaces away before punctuation, and training would see another text.
+    return str(
+        tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False)
+    )
+
+
 def default_system_prompt(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str | None:
     """The system prompt that the template adds to conversations without one; None where it adds nothing.
 

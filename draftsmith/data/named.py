@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.jsonl import RecordError, parse_records
-from draftsmith.data.prompt import Prompt
+from draftsmith.data.prompt import Prompt, Split
 from draftsmith.errors import DraftsmithError
 
 _REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -16,7 +16,8 @@ _REASONING = "\nPlease reason step by step, and put your final answer within \\b
 class DataSet:
     """Where a data set lies on the hub, and how a row becomes a prompt's turns and category.
 
-    columns: those that a row must have as text (the first may be a list of texts, the turns).
+    split: the rows to measure on; train_split: others, to learn from, where there are any; columns: those that a row
+    must have as text (the first may be a list of texts, the turns).
     """
 
     path: str
@@ -25,6 +26,7 @@ class DataSet:
     columns: tuple[str, ...]
     turns: Callable[[Mapping[str, Any]], list[str]]
     category: str | None = None
+    train_split: str | None = None
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[str]:
@@ -38,12 +40,26 @@ def _humaneval(row: Mapping[str, Any]) -> list[str]:
 
 
 DATA_SETS = {
-    "gsm8k": DataSet("openai/gsm8k", "main", "test", ("question",), lambda row: [row["question"] + _REASONING]),
+    "gsm8k": DataSet(
+        "openai/gsm8k",
+        "main",
+        "test",
+        ("question",),
+        lambda row: [row["question"] + _REASONING],
+        train_split="train",
+    ),
     "math500": DataSet(
         "HuggingFaceH4/MATH-500", None, "test", ("problem",), lambda row: [row["problem"] + _REASONING], "subject"
     ),
     "humaneval": DataSet("openai/openai_humaneval", None, "test", ("prompt",), _humaneval),
-    "mbpp": DataSet("google-research-datasets/mbpp", "sanitized", "test", ("prompt",), lambda row: [row["prompt"]]),
+    "mbpp": DataSet(
+        "google-research-datasets/mbpp",
+        "sanitized",
+        "test",
+        ("prompt",),
+        lambda row: [row["prompt"]],
+        train_split="train",
+    ),
     "mt-bench": DataSet(
         "HuggingFaceH4/mt_bench_prompts", None, "train", ("prompt",), lambda row: list(row["prompt"]), "category"
     ),
@@ -56,16 +72,32 @@ def is_named(source: str) -> bool:
     return source.partition("@")[0] in DATA_SETS
 
 
-def named_prompts(source: str) -> list[Prompt]:
-    """The prompts of a named data set, in its order, with ids NAME-ROW (from 1).
+def named_prompts(source: str, split: Split) -> list[Prompt]:
+    """The prompts of a named data set, in its order, with ids NAME-ROW (from 1); of a local file (NAME@FILE) all rows.
 
-    DraftsmithError: the package `datasets` cannot be imported, the hub does not answer or breaks off, what came cannot
-    be read, or a row has other columns than the data set's.
+    DraftsmithError: the data set has nothing but what is measured on, and `split` is `train`; the package `datasets`
+    cannot be imported, the hub does not answer or breaks off, what came cannot be read, or a row has other columns than
+    the data set's.
     """
     name, at, file = source.partition("@")
     if at:
         return parse_records(Path(file), "row", lambda row, identity: to_prompt(name, row, identity))
-    return rows_to_prompts(name, _download(name))
+    return rows_to_prompts(name, _download(name, _hub_split(name, split)))
+
+
+def _hub_split(name: str, split: Split) -> str:
+    """What the hub calls the rows of `name` for this use."""
+    found = DATA_SETS[name]
+    if split == "heldout":
+        return found.split
+    if found.train_split is None:
+        trained = ", ".join(other for other, data_set in DATA_SETS.items() if data_set.train_split is not None)
+        raise DraftsmithError(
+            f"the data set {name!r} is there to measure on, and a draft that learnt from it could not be measured by it "
+            f"any more; those with rows to learn from are {trained}. To learn from rows of your choice in the same "
+            f"columns, give them as {name}@FILE.jsonl, or a JSONL file of prompts"
+        )
+    return found.train_split
 
 
 def rows_to_prompts(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Prompt]:
@@ -90,7 +122,7 @@ def to_prompt(name: str, row: Mapping[str, Any], identity: str) -> Prompt:
     return Prompt(identity, tuple(found.turns(row)), str(category) if category else None)
 
 
-def _download(name: str) -> Iterable[Mapping[str, Any]]:
+def _download(name: str, split: str) -> Iterable[Mapping[str, Any]]:
     try:
         import datasets
         from huggingface_hub.errors import HTTPError
@@ -104,7 +136,7 @@ def _download(name: str) -> Iterable[Mapping[str, Any]]:
     # hub's client, where a download breaks off. DatasetsError: files that cannot be read; its cause says why.
     errors = (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError)
     try:
-        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(found.path, found.config, split=found.split)
+        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(found.path, found.config, split=split)
     except errors as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
         reason = f"{error}: {cause}" if cause else str(error)

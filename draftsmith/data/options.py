@@ -22,7 +22,9 @@ class DataOptions(BaseModel):
 
     conversations: Path | None = Field(default=None, description="Training conversations: a JSONL file.")
     prompts: str | None = Field(
-        default=None, description=f'Prompts to answer: a JSONL file, or "{SHIPPED_PROMPTS}" for those of the package.'
+        default=None,
+        description=f'Prompts to answer: a JSONL file, "{SHIPPED_PROMPTS}" for those of the package, or a data set by '
+        "name that has rows to learn from.",
     )
     chat_template: Path | None = Field(
         default=None, description="A Jinja chat template to use in place of the tokenizer's own."

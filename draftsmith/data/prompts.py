@@ -2,13 +2,13 @@
 
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from draftsmith.data.conversations import record_layout, record_messages
 from draftsmith.data.jsonl import RecordError, parse_records
 from draftsmith.data.named import DATA_SETS, is_named, named_prompts
 from draftsmith.data.options import SHIPPED_PROMPTS
-from draftsmith.data.prompt import Prompt
+from draftsmith.data.prompt import Prompt, Split
 from draftsmith.errors import DraftsmithError
 
 
@@ -22,15 +22,15 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return parse_records(Path(path), "prompt", _prompt)
 
 
-def find_prompts(source: str, split: Literal["train", "heldout"]) -> list[Prompt]:
-    """The prompts that a recipe names: a JSONL file, `shipped` (of that split), or a data set by name.
+def find_prompts(source: str, split: Split) -> list[Prompt]:
+    """The prompts that a recipe names: a JSONL file, or of that split `shipped` or a data set by name.
 
     DraftsmithError as `read_prompts` and `data.named.named_prompts`, and where there is neither file nor data set.
     """
     if source == SHIPPED_PROMPTS:
         return shipped_prompts(split)
     if is_named(source):
-        return named_prompts(source)
+        return named_prompts(source, split)
     if not Path(source).exists():
         names = ", ".join((SHIPPED_PROMPTS, *DATA_SETS))
         raise DraftsmithError(
@@ -40,7 +40,7 @@ def find_prompts(source: str, split: Literal["train", "heldout"]) -> list[Prompt
     return read_prompts(source)
 
 
-def shipped_prompts(split: Literal["train", "heldout"] = "train") -> list[Prompt]:
+def shipped_prompts(split: Split = "train") -> list[Prompt]:
     """The package's own prompts: `train` to learn from, `heldout` of the same kinds, other content, to measure on."""
     source = resources.files("draftsmith") / "data" / "prompts" / f"{split}.jsonl"
     with resources.as_file(source) as path:

@@ -56,8 +56,27 @@ def test_the_hub_is_asked_through_datasets(monkeypatch):
     asked = []
     module = datasets_that(lambda *path, split: asked.append((*path, split)) or [ROWS["gsm8k"]])
     monkeypatch.setitem(sys.modules, "datasets", module)
-    assert named_prompts("gsm8k")[0].turns[0].startswith("How many?\nPlease reason step by step")
+    assert named_prompts("gsm8k", "heldout")[0].turns[0].startswith("How many?\nPlease reason step by step")
     assert asked == [("openai/gsm8k", "main", "test")]
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_what_is_learnt_from_is_not_what_is_measured_on(monkeypatch, name, tmp_path):
+    asked = []
+    module = datasets_that(lambda *path, split: asked.append(split) or [ROWS[name]])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    if name in ("gsm8k", "mbpp"):
+        assert len(find_prompts(name, "train")) == 1
+        assert asked == ["train"]
+        find_prompts(name, "heldout")
+        assert asked == ["train", "test"]
+        return
+    with pytest.raises(DraftsmithError, match=rf"'{name}' is there to measure on.*gsm8k, mbpp.*{name}@FILE\.jsonl"):
+        find_prompts(name, "train")
+    assert not asked
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROWS[name]) + "\n")
+    assert find_prompts(f"{name}@{rows}", "train") == find_prompts(f"{name}@{rows}", "heldout")
 
 
 BROKEN = DatasetsError("An error occurred")

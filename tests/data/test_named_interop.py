@@ -89,13 +89,19 @@ def lay_out(name, root) -> None:
         (directory / "raw" / "question.jsonl").write_text(json.dumps({"prompt": ["other"]}) + "\n")
 
 
-@pytest.mark.parametrize("name", DATA_SETS)
-def test_rows_of_the_right_split_become_prompts(name, tmp_path):
+TO_LEARN_FROM = [name for name, found in DATA_SETS.items() if found.train_split is not None]
+
+
+@pytest.mark.parametrize(
+    ("name", "use"), [*((name, "heldout") for name in DATA_SETS), *((name, "train") for name in TO_LEARN_FROM)]
+)
+def test_rows_of_the_right_split_become_prompts(name, use, tmp_path):
     lay_out(name, tmp_path / "here")
-    prompts = find_prompts(name, "heldout")
+    prompts = find_prompts(name, use)
     assert [prompt.id for prompt in prompts] == [f"{name}-{number}" for number in (1, 2, 3)]
     found = DATA_SETS[name]
-    place = "test" if name == "math500" else f"{CONFIGS.get(name, ('data',))[-1]} {found.split}"
+    split = found.split if use == "heldout" else found.train_split
+    place = "test" if name == "math500" else f"{CONFIGS.get(name, ('data',))[-1]} {split}"
     for prompt, row in zip(prompts, rows_of(name, place), strict=True):
         assert list(prompt.turns) == found.turns(row)
         assert len(prompt.turns) == (2 if name == "mt-bench" else 1)
