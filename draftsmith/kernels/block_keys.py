@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_ids_in_kernel, token_keys
+from draftsmith.kernels.keys import LOWEST_KEY, LOWEST_KEY_IN_KERNEL, key_ids, key_ids_in_kernel, token_keys
 
 BLOCK = 256
 
@@ -25,7 +25,7 @@ def block_tokens_reference(keys: Tensor) -> Tensor:
 def _begin_kernel(anchor_ptr, keys_ptr, batch, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     anchor = tl.load(anchor_ptr + index, mask=index < batch, other=0)
-    key = tl.where(index < batch, 0xFFFFFFFF - anchor, -9223372036854775808)
+    key = tl.where(index < batch, 0xFFFFFFFF - anchor, LOWEST_KEY_IN_KERNEL)
     tl.store(keys_ptr + index, key, mask=index < total)
 
 

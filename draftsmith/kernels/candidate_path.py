@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.keys import key_ids, key_ids_in_kernel, key_scores, pack_keys, pack_keys_in_kernel
+from draftsmith.kernels.keys import (
+    LOWEST_KEY_IN_KERNEL,
+    key_ids,
+    key_ids_in_kernel,
+    key_scores,
+    key_scores_in_kernel,
+    pack_keys,
+    pack_keys_in_kernel,
+)
 from draftsmith.kernels.overlap import overlapping
 
 GROUP = 512
@@ -56,7 +64,7 @@ def _store_best(keys, out_ptr, COUNT: tl.constexpr):  # type: ignore[no-untyped-
     for place in tl.static_range(COUNT):
         best = tl.max(keys, 0)
         tl.store(out_ptr + place, best)
-        keys = tl.where(keys == best, -9223372036854775808, keys)
+        keys = tl.where(keys == best, LOWEST_KEY_IN_KERNEL, keys)
 
 
 @triton.jit
@@ -69,7 +77,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = group * GROUP + tl.arange(0, GROUP)
     score = tl.load(logits_ptr + row * stride + tokens, mask=tokens < vocab, other=0.0).to(tl.float32)
-    keys = tl.where(tokens < vocab, pack_keys_in_kernel(score, tokens), -9223372036854775808)
+    keys = tl.where(tokens < vocab, pack_keys_in_kernel(score, tokens), LOWEST_KEY_IN_KERNEL)
     _store_best(keys, out_ptr + (row * tl.num_programs(1) + group) * COUNT, COUNT)
 
 
@@ -80,7 +88,7 @@ def _merge_kernel(keys_ptr, out_ptr, found, BLOCK: tl.constexpr, COUNT: tl.const
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
-    keys = tl.load(keys_ptr + row * found + index, mask=index < found, other=-9223372036854775808)
+    keys = tl.load(keys_ptr + row * found + index, mask=index < found, other=LOWEST_KEY_IN_KERNEL)
     _store_best(keys, out_ptr + row * COUNT, COUNT)
 
 
@@ -144,9 +152,8 @@ def _path_kernel(  # type: ignore[no-untyped-def]
         next_projected = tl.load(projected_ptr + (first + step + 1) * rank + dims, mask=dims < rank * more, other=0.0)
         latent = (before * projected.to(tl.float32)).to(dtype).to(tl.float32)
         transition = tl.sum(latent[None, :] * successors.to(tl.float32), 1)
-        ordered = (keys >> 32).to(tl.int32)
-        unary = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-        best = tl.max(tl.where(ok, pack_keys_in_kernel(unary + transition, ids), -9223372036854775808), 0)
+        scored = pack_keys_in_kernel(key_scores_in_kernel(keys) + transition, ids)
+        best = tl.max(tl.where(ok, scored, LOWEST_KEY_IN_KERNEL), 0)
         token = key_ids_in_kernel(best)
         tl.store(out_ptr + first + step, token)
         chosen = ok & (ids == token)

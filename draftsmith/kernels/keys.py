@@ -16,6 +16,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 LOWEST_KEY = -(2**63)
 """Below the key of every token."""
+LOWEST_KEY_IN_KERNEL = tl.constexpr(LOWEST_KEY)
 
 
 def pack_keys(scores: Tensor, ids: Tensor) -> Tensor:
@@ -55,3 +56,10 @@ def pack_keys_in_kernel(scores, ids):  # type: ignore[no-untyped-def]
 def key_ids_in_kernel(keys):  # type: ignore[no-untyped-def]
     """`key_ids` of tensors in a kernel."""
     return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+
+
+@triton.jit
+def key_scores_in_kernel(keys):  # type: ignore[no-untyped-def]
+    """`key_scores` of tensors in a kernel."""
+    ordered = (keys >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)

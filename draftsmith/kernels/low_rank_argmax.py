@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.keys import LOWEST_KEY, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+from draftsmith.kernels.keys import LOWEST_KEY, LOWEST_KEY_IN_KERNEL, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
 from draftsmith.kernels.limits import shared_memory, stages_that_fit
 from draftsmith.kernels.noise import LEAST_TEMPERATURE, Stream
 from draftsmith.kernels.overlap import overlapping
@@ -92,7 +92,7 @@ def _tile_keys(  # type: ignore[no-untyped-def]
         word = zero + (ids + 1).to(tl.uint32)
         high, low, _, _ = tl.philox(seed, zero + position, zero + draw, zero + STREAM, word)
         score = tl.where(greedy, score, score / divisor + _gumbel(high, low))
-    return tl.where(token_ok[:, None], pack_keys_in_kernel(score, ids), -9223372036854775808)
+    return tl.where(token_ok[:, None], pack_keys_in_kernel(score, ids), LOWEST_KEY_IN_KERNEL)
 
 
 @triton.jit

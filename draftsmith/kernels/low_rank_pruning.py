@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+from draftsmith.kernels.keys import (
+    LOWEST_KEY,
+    LOWEST_KEY_IN_KERNEL,
+    key_ids,
+    key_ids_in_kernel,
+    pack_keys,
+    pack_keys_in_kernel,
+)
 from draftsmith.kernels.limits import cache_bytes, shared_memory
 from draftsmith.kernels.low_rank_argmax import check_operands, low_rank_scores, padded_rank, tile_rows
 from draftsmith.kernels.overlap import overlapping
@@ -121,14 +128,14 @@ def _leaders_kernel(  # type: ignore[no-untyped-def]
     index = row * tl.num_programs(1) + group
     tokens = group * GROUP + tl.arange(0, GROUP)
     score = tl.load(base_ptr + row * stride + tokens, mask=tokens < vocab, other=0.0).to(tl.float32)
-    keys = tl.where(tokens < vocab, pack_keys_in_kernel(score, tokens), -9223372036854775808)
+    keys = tl.where(tokens < vocab, pack_keys_in_kernel(score, tokens), LOWEST_KEY_IN_KERNEL)
     leader = tl.max(keys, 0)
     tl.store(tops_ptr + index, leader)
     tl.store(ids_ptr + index * LEADERS, key_ids_in_kernel(leader).to(tl.int32))
     for place in tl.static_range(1, LEADERS):
-        keys = tl.where(keys == leader, -9223372036854775808, keys)
+        keys = tl.where(keys == leader, LOWEST_KEY_IN_KERNEL, keys)
         best = tl.max(keys, 0)
-        leader = tl.where(best == -9223372036854775808, leader, best)
+        leader = tl.where(best == LOWEST_KEY_IN_KERNEL, leader, best)
         tl.store(ids_ptr + index * LEADERS + place, key_ids_in_kernel(leader).to(tl.int32))
     tl.store(limits_ptr + index, leader)
 
@@ -137,13 +144,13 @@ def _leaders_kernel(  # type: ignore[no-untyped-def]
 def _firsts_kernel(tops_ptr, firsts_ptr, groups, FIRSTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
-    keys = tl.load(tops_ptr + row * groups + index, mask=index < groups, other=-9223372036854775808)
+    keys = tl.load(tops_ptr + row * groups + index, mask=index < groups, other=LOWEST_KEY_IN_KERNEL)
     first = tl.max(keys, 0)
     for place in range(FIRSTS):
         best = tl.max(keys, 0)
-        chosen = tl.where(best == -9223372036854775808, first, best)
+        chosen = tl.where(best == LOWEST_KEY_IN_KERNEL, first, best)
         tl.store(firsts_ptr + row * FIRSTS + place, key_ids_in_kernel(chosen).to(tl.int32))
-        keys = tl.where(keys == best, -9223372036854775808, keys)
+        keys = tl.where(keys == best, LOWEST_KEY_IN_KERNEL, keys)
 
 
 def leaders(base: Tensor) -> Leaders:
@@ -215,7 +222,7 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
     score = tl.dot(weight, columns, input_precision="ieee") + tl.broadcast_to(some_base[:, None], [TILE, COLUMNS])
     score = tl.max(score, 1)
     lower = tl.max(tl.where(is_first, score, float("-inf")), 0)
-    key = tl.where(listed, pack_keys_in_kernel(score, some + first_id), -9223372036854775808)
+    key = tl.where(listed, pack_keys_in_kernel(score, some + first_id), LOWEST_KEY_IN_KERNEL)
     best = tl.max(key, 0)
 
     turned = tl.sum(directions.to(tl.float32) * scaled[None, :], 1)
@@ -231,7 +238,7 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
         scratch_ptr += (row * tl.num_programs(0) + part) * SPAN
         tl.store(scratch_ptr + tl.cumsum(kept, 0) - 1, tokens, mask=keep)
         tl.debug_barrier()
-        found = tl.full([TILE, COLUMNS], -9223372036854775808, tl.int64)
+        found = tl.full([TILE, COLUMNS], LOWEST_KEY_IN_KERNEL, tl.int64)
         for first in tl.range(0, count, TILE, num_stages=1):  # whose rows come from a list that was only just made
             index = first + tl.arange(0, TILE)
             index_ok = index < count
@@ -242,12 +249,12 @@ def _pruned_kernel(  # type: ignore[no-untyped-def]
             left_base = tl.broadcast_to(left_base[:, None], [TILE, COLUMNS])
             left_score = tl.dot(rest, columns, input_precision="ieee") + left_base
             left_key = pack_keys_in_kernel(left_score, (left + first_id)[:, None])
-            found = tl.maximum(found, tl.where(index_ok[:, None], left_key, -9223372036854775808))
+            found = tl.maximum(found, tl.where(index_ok[:, None], left_key, LOWEST_KEY_IN_KERNEL))
         best = tl.maximum(best, tl.max(tl.max(found, 1), 0))
         tl.atomic_max(keys_ptr + row, best)
     else:
         # The first span speaks for the rows that gave L; another has something to say if one of its own is better.
-        top = tl.max(tl.where(is_first, key, -9223372036854775808), 0)
+        top = tl.max(tl.where(is_first, key, LOWEST_KEY_IN_KERNEL), 0)
         tl.atomic_max(keys_ptr + row, best, mask=(part == 0) | (best > top))
 
 
