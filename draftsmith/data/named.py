@@ -93,9 +93,9 @@ def _hub_split(name: str, split: Split) -> str:
     if found.train_split is None:
         trained = ", ".join(other for other, data_set in DATA_SETS.items() if data_set.train_split is not None)
         raise DraftsmithError(
-            f"the data set {name!r} is there to measure on, and a draft that learnt from it could not be measured by it "
-            f"any more; those with rows to learn from are {trained}. To learn from rows of your choice in the same "
-            f"columns, give them as {name}@FILE.jsonl, or a JSONL file of prompts"
+            f"the data set {name!r} is there to measure on, and what a draft learnt from cannot measure it; those with "
+            f"rows to learn from are {trained}. To learn from rows of your choice in the same columns, "
+            f"give them as {name}@FILE.jsonl, or a JSONL file of prompts"
         )
     return found.train_split
 

@@ -34,17 +34,20 @@ class AnswerFile:
             return set()
         self.check(settings)
         self._drop_torn_line()
-        turns = {prompt.id: prompt.turns for prompt in prompts}
+        by_id = {prompt.id: prompt for prompt in prompts}
         done: set[str] = set()
         for number, record in read_records(self.path):
             where = f"{self.path}:{number}"
             if not isinstance(record, dict) or not {"id", "messages", "finish_reason"} <= record.keys():
                 raise DraftsmithError(f"{where}: not an answer that regenerate wrote; {self._fix}")
-            if record["id"] not in turns:
+            if record["id"] not in by_id:
                 raise DraftsmithError(f"{where}: answers {record['id']!r}, which is not among the prompts; {self._fix}")
-            asked = [message["content"] for message in record["messages"] if message["role"] == "user"]
-            if asked != list(turns[record["id"]][: len(asked)]):
-                raise DraftsmithError(f"{where}: {record['id']!r} was asked something else then; {self._fix}")
+            answers = [message for message in record["messages"] if message["role"] == "assistant"]
+            if record["messages"] != by_id[record["id"]].conversation(answers):
+                raise DraftsmithError(
+                    f"{where}: {record['id']!r} was asked something else then (its turns, or its system message); "
+                    f"{self._fix}"
+                )
             if record["id"] in done:
                 raise DraftsmithError(f"{where}: answers {record['id']!r} a second time; {self._fix}")
             done.add(record["id"])

@@ -11,21 +11,24 @@ class Dialogue:
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.turn = 0
         self.finished = False
         self._finish_reason = "stop"
-        self._messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        self._answers: list[dict[str, str]] = []
+
+    @property
+    def turn(self) -> int:
+        """Turns that are answered."""
+        return len(self._answers)
 
     def ask(self) -> list[dict[str, str]]:
         """The messages up to and including the next question."""
-        return [*self._messages, {"role": "user", "content": self.prompt.turns[self.turn]}]
+        return self.prompt.question(self._answers)
 
     def answer(self, message: dict[str, str], finish_reason: str) -> None:
         """Takes the answer to the question last asked. How an answer that was cut off would have gone on is unknown, so
         no question follows it."""
-        self._messages = [*self.ask(), message]
+        self._answers.append(message)
         self._finish_reason = finish_reason
-        self.turn += 1
         self.finished = self.turn == len(self.prompt.turns) or finish_reason == "length"
 
     def seed(self, seed: int) -> int:
@@ -36,4 +39,5 @@ class Dialogue:
     def record(self) -> dict[str, Any]:
         """The line of the output: {id, category?, messages, finish_reason}."""
         category = {} if self.prompt.category is None else {"category": self.prompt.category}
-        return {"id": self.prompt.id, **category, "messages": self._messages, "finish_reason": self._finish_reason}
+        messages = self.prompt.conversation(self._answers)
+        return {"id": self.prompt.id, **category, "messages": messages, "finish_reason": self._finish_reason}

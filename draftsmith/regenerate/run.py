@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftsmith.data.chat import render_prompt, stop_token_ids, template_fingerprint, with_system_prompt
+from draftsmith.data.chat import answer_text, render_prompt, stop_token_ids, template_fingerprint, with_system_prompt
 from draftsmith.data.options import DataOptions
+from draftsmith.data.prompt import answer_message
 from draftsmith.data.prompts import Prompt
 from draftsmith.decoding.generate import generate
 from draftsmith.errors import DraftsmithError
@@ -26,6 +27,9 @@ class RegenerateOptions(BaseModel):
     """The recipe's `regenerate` section: how the target answers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"batch_size", "endpoint"})
+    """Fields that answers do not depend on: how many are made at a time, or where."""
 
     max_new_tokens: int = Field(default=512, ge=1, description="The most tokens of one answer.")
     temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy.")
@@ -114,8 +118,8 @@ def check_answers(out: str | Path, options: RegenerateOptions) -> None:
 
 
 def _asked(options: RegenerateOptions) -> dict[str, Any]:
-    """What answers depend on beside the target: not on how many are made at a time, or where."""
-    return options.model_dump(exclude={"batch_size", "endpoint"})
+    """What answers depend on beside the target."""
+    return options.model_dump(exclude=set(options.WITHOUT_EFFECT))
 
 
 def _by_target(
@@ -143,13 +147,11 @@ def _by_target(
             )
             for dialogue, generation in zip(waiting, generations, strict=True):
                 tokens += len(generation.token_ids)
-                text = tokenizer.decode(
-                    generation.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
+                text = answer_text(generation.token_ids, tokenizer)
                 if generation.finish_reason == "length":
                     # The limit may fall inside a character of several tokens, which then decodes to U+FFFD.
                     text = text.rstrip("\ufffd")
-                dialogue.answer({"role": "assistant", "content": text}, generation.finish_reason)
+                dialogue.answer(answer_message(text), generation.finish_reason)
         yield [dialogue.record() for dialogue in batch], tokens
 
 

@@ -2,6 +2,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,21 +158,24 @@ def test_a_run_torn_in_its_first_line_starts_over(target: Target, tmp_path: Path
 
 
 def test_other_settings_or_prompts_are_refused(target: Target, tmp_path: Path) -> None:
-    out = tmp_path / "answers.jsonl"
-    regenerate(target, PROMPTS[:2], out, OPTIONS)
+    out, prompts = tmp_path / "answers.jsonl", [*PROMPTS[:2], PROMPTS[3]]
+    regenerate(target, prompts, out, OPTIONS)
     before = out.read_bytes()
 
     with pytest.raises(DraftsmithError, match=r"settings: max_new_tokens was 9, now 8; write to .* \(run=DIR\)"):
-        regenerate(target, PROMPTS[:2], out, OPTIONS.model_copy(update={"max_new_tokens": 8}))
+        regenerate(target, prompts, out, OPTIONS.model_copy(update={"max_new_tokens": 8}))
     with pytest.raises(DraftsmithError, match=r"target\.template was "):
-        regenerate(target, PROMPTS[:2], out, OPTIONS, data=DataOptions(system_prompt="x"))
+        regenerate(target, prompts, out, OPTIONS, data=DataOptions(system_prompt="x"))
     with pytest.raises(DraftsmithError, match="answers 'b', which is not among the prompts"):
-        regenerate(target, PROMPTS[1:2], out, OPTIONS)
+        regenerate(target, prompts[1:], out, OPTIONS)
     with pytest.raises(DraftsmithError, match="'a' was asked something else"):
-        regenerate(target, [PROMPTS[0], Prompt("a", ("ho",))], out, OPTIONS)
+        regenerate(target, [PROMPTS[0], Prompt("a", ("ho",)), PROMPTS[3]], out, OPTIONS)
+    for system in (None, "", "be long"):
+        with pytest.raises(DraftsmithError, match=r"'d' was asked something else then \(its turns, or its system"):
+            regenerate(target, [*PROMPTS[:2], replace(PROMPTS[3], system=system)], out, OPTIONS)
     (tmp_path / "answers.jsonl.settings.json").unlink()
     with pytest.raises(DraftsmithError, match=r"without answers\.jsonl\.settings\.json"):
-        regenerate(target, PROMPTS[:2], out, OPTIONS)
+        regenerate(target, prompts, out, OPTIONS)
     assert out.read_bytes() == before
 
 
