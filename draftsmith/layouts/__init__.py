@@ -49,7 +49,8 @@ def read_directory(
     """Reads a draft directory, recognising its layout from its files unless told.
 
     strict: fields of the draft's section that nothing uses are errors (training input); otherwise they become notes
-    (other people's drafts). allow_pickle: weights may be a .pt or .bin file where there are no safetensors; only
+    (other people's drafts). The section is `dflash_config`, where there is one, and with `speculators` all of
+    `config.json`. allow_pickle: weights may be a .pt, .pth, .bin or .ckpt file where there are no safetensors; only
     tensors and plain containers are taken from it. Raises `LayoutError` for whatever is missing, damaged, contradictory
     or unknown.
     """

@@ -15,7 +15,7 @@ def read_attention(fields: Fields) -> dict[str, Any]:
     `sliding_window`; such layers see the whole block unless `causal` says otherwise. Raises `LayoutError` for
     contradictions.
     """
-    attention = _qwen3_layers(fields.top, fields.get("num_hidden_layers"))
+    attention = qwen3_layers(fields.top, fields.get("num_hidden_layers"))
     causal = fields.get("causal", "is_causal")
     use_swa, swa_window = fields.get("use_swa"), fields.get("swa_window_size")
     if use_swa not in (None, True, False):
@@ -51,8 +51,9 @@ def uniform_kind(config: dict[str, Any]) -> tuple[bool, bool] | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _qwen3_layers(config: dict[str, Any], num_layers: Any) -> dict[str, Any]:
-    """layer_types and sliding_window; files without layer_types follow Qwen3's rule for them."""
+def qwen3_layers(config: dict[str, Any], num_layers: Any) -> dict[str, Any]:
+    """layer_types and sliding_window (None where files do not say) from Qwen3's own fields; files without layer_types
+    follow Qwen3's rule for them. Raises `LayoutError` for sliding layers whose window readers drop."""
     window, sliding = config.get("sliding_window"), config.get("use_sliding_window")
     layer_types = config.get("layer_types")
     if layer_types is None:

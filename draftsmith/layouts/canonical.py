@@ -57,7 +57,7 @@ class Layout(Protocol):
         ...
 
     def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
-        """Files -> canonical. strict: fields that nobody knows are errors, otherwise notes."""
+        """Files -> canonical. strict: fields of the draft's section that nobody knows are errors, otherwise notes."""
         ...
 
     def write(

@@ -50,7 +50,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_tensors(directory: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     """All tensors of a directory with `model.safetensors` or with shards and their index, on the CPU.
 
-    allow_pickle: a single .pt or .bin file is read where there are no safetensors.
+    allow_pickle: a single .pt, .pth, .bin or .ckpt file is read where there are no safetensors.
     """
     if (directory / MASK_EMBEDDING).exists():
         raise LayoutError(

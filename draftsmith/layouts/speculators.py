@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.layer_ids import from_layer_input_ids, to_layer_input_ids
-from draftsmith.layouts.attention_fields import any_sliding, read_attention, uniform_kind
+from draftsmith.layouts.attention_fields import any_sliding, qwen3_layers, uniform_kind
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
 from draftsmith.layouts.consumers import SPECULATORS
-from draftsmith.layouts.fields import Fields, rope_parameters
+from draftsmith.layouts.fields import Fields, refuse_unsupported, rope_parameters, tell_unknown
 from draftsmith.layouts.variants import refuse
 from draftsmith.layouts.vocabulary import EMBEDDING, HEAD, check_whole_vocabulary
 from draftsmith.layouts.zlab import (
@@ -24,6 +24,19 @@ from draftsmith.layouts.zlab import (
 
 TYPE = "speculators_model_type"
 NETWORK_SECTION = "transformer_layer_config"
+# Beside the fields of every Hugging Face configuration; none says what the draft computes.
+_WRITERS_OWN = frozenset(
+    {
+        TYPE,
+        "speculators_config",
+        "speculators_version",
+        "architectures",
+        "auto_map",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,8 @@ class SpeculatorsLayout:
         return TYPE in config
 
     def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
-        """See `Layout.read`; `LayoutError` for a reduced vocabulary, and for what the files do not say."""
+        """See `Layout.read`; `LayoutError` for a reduced vocabulary, for what the files do not say, and for what is not
+        supported."""
         architecture = config.get(TYPE)
         if architecture not in _KINDS:
             raise LayoutError(f"{TYPE} is {architecture!r}; allowed: {', '.join(map(repr, _KINDS))}")
@@ -81,7 +95,7 @@ class SpeculatorsLayout:
         canonical |= {name: fields.get(name) for name in ("block_size", "mask_token_id", "num_target_layers")}
         canonical["target_layer_ids"] = _tap_ids(fields.get("aux_hidden_state_layer_ids"))
         canonical["rope"] = rope_parameters(fields.nested)
-        canonical |= read_attention(Fields(fields.nested, "no_section"))
+        canonical |= qwen3_layers(fields.nested, fields.get("num_hidden_layers"))
         loose = fields.get("sliding_window_non_causal")
         if loose not in (None, True, False):
             raise LayoutError(f"sliding_window_non_causal is {loose!r}; allowed: true, false")
@@ -98,6 +112,8 @@ class SpeculatorsLayout:
             canonical["head"] = member.read_head(fields, tensors)
         else:
             canonical["head"] = {name: value for name in member.head if (value := fields.get(name)) is not None}
+        refuse_unsupported(fields)
+        tell_unknown(_unknown(fields), architecture, strict, notes)
         canonical = {name: value for name, value in canonical.items() if value is not None}
         return CanonicalDraft(canonical, tensors, self.name, sorted(extras), notes, _target_parts(config, parts))
 
@@ -116,8 +132,9 @@ class SpeculatorsLayout:
             wanted = [config["vocab_size"], config["hidden_size"]]
             if list(end.shape) != wanted:
                 raise LayoutError(f"the target's {name} is {list(end.shape)}; this draft wants {wanted}")
-        slides = uniform_kind(config) or (False, False)
-        sliding = any_sliding(config)
+        kind_of_layers = uniform_kind(config)
+        assert kind_of_layers is not None  # else refused above
+        sliding, causal = kind_of_layers
         network: dict[str, Any] = {"model_type": "qwen3", **{name: config[name] for name in NETWORK}}
         network |= written_rope(config["rope"])
         network |= {
@@ -142,7 +159,7 @@ class SpeculatorsLayout:
             "aux_hidden_state_layer_ids": to_layer_input_ids(config["target_layer_ids"]),
             "sample_from_anchor": kind.sample_from_anchor,
             # vLLM takes the opposite of this for the causality of every layer, full ones too.
-            "sliding_window_non_causal": not slides[1],
+            "sliding_window_non_causal": not causal,
             **config["head"],
             "tie_word_embeddings": False,
             "dtype": config["dtype"],
@@ -183,6 +200,14 @@ def _with_defaults(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
         values = ", ".join(f"{name} = {value!r}" for name, value in left_out.items())
         notes.append(f"{NETWORK_SECTION} leaves out {values}, which are the defaults of its writer")
     return {**config, NETWORK_SECTION: {**network, **left_out}}
+
+
+def _unknown(fields: Fields) -> dict[str, Any]:
+    """Fields of either level that neither draftsmith reads nor the layout's writer puts there, by their places."""
+    from transformers import PretrainedConfig, Qwen3Config
+
+    network = {*Qwen3Config().to_dict(), *_WRITERS_OWN, "rope_theta", "rope_scaling", "partial_rotary_factor"}
+    return fields.unknown(network, {*PretrainedConfig().to_dict(), *_WRITERS_OWN})
 
 
 def _tap_ids(ids: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from draftsmith.layouts import dspark_fields
 from draftsmith.layouts.attention_fields import SLIDING, read_attention
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
-from draftsmith.layouts.fields import Fields, rope_parameters
+from draftsmith.layouts.fields import Fields, refuse_unsupported, rope_parameters, tell_unknown
 from draftsmith.layouts.vocabulary import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT, check_whole_vocabulary
 
 SECTION = "dflash_config"
@@ -97,18 +97,6 @@ NETWORK = (
     "max_position_embeddings",
     "initializer_range",
 )
-# Fields that change a draft's numbers, and the values that draftsmith computes.
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "quantization_config": (),
-    "attention_value_scale": (1.0,),
-    "logit_scale": (1.0,),
-    "use_gemma_norm": (False,),
-    "is_neox_style": (True,),
-    "rope_is_neox_style": (True,),
-    "use_aux_hidden_state": (True,),
-}
 
 
 class ZlabLayout:
@@ -149,12 +137,8 @@ class ZlabLayout:
                     f"sample_from_anchor is True; allowed: false, since the anchor's slot of a {member.class_name} "
                     "block predicts nothing"
                 )
-        _refuse_unsupported(fields)
-        if unknown := fields.unknown():
-            text = f"{SECTION} has {', '.join(f'{name} = {fields.nested[name]!r}' for name in unknown)}"
-            if strict:
-                raise LayoutError(f"{text}, which no draft of architecture {member.architecture!r} uses; remove it")
-            notes.append(f"{text}, which draftsmith does not know and does not apply")
+        refuse_unsupported(fields)
+        tell_unknown(fields.unknown(), member.architecture, strict, notes)
         if canonical["final_logit_softcapping"] == 0:  # how some files say that there is none
             canonical["final_logit_softcapping"] = None
         canonical = {name: value for name, value in canonical.items() if value is not None}
@@ -287,16 +271,6 @@ def read_dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[s
         raise LayoutError(f"dtype is missing, and the weights hold {held}; say in config.json which is meant")
     notes.append(f"config.json declares no dtype; the weights hold {held[0]}")
     return held[0]
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    for name, allowed in _SUPPORTED.items():
-        value = fields.get(name)
-        if value is not None and value not in allowed:
-            raise LayoutError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed)) or 'none'}")
-    width, hidden_size = fields.get("target_hidden_size"), fields.get("hidden_size")
-    if width is not None and width != hidden_size:
-        raise LayoutError(f"target_hidden_size is {width!r}, but hidden_size is {hidden_size!r}; allowed: the same")
 
 
 def written_rope(rope: dict[str, Any]) -> dict[str, Any]:

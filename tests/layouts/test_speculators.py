@@ -1,6 +1,7 @@
 """The speculators layout: what is written for vLLM, and what may be left out or spelt otherwise when it is read."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,51 @@ def test_what_cannot_be_known_is_refused(
     edit(saved[0], network, **top)
     with pytest.raises(LayoutError, match=said):
         read_directory(saved[0])
+
+
+@pytest.mark.parametrize(
+    ("network", "top", "said"),
+    [
+        ({"attention_bias": True}, {}, "attention_bias is True; allowed: False"),
+        ({}, {"quantization_config": {"bits": 4}}, "quantization_config is .*; allowed: none"),
+        ({"logit_scale": 3.0}, {}, r"logit_scale is 3\.0; allowed: 1\.0"),
+        ({}, {"use_gemma_norm": True}, "use_gemma_norm is True"),
+        ({}, {"target_hidden_size": 21}, "target_hidden_size is 21, but hidden_size is 20"),
+    ],
+)
+def test_numbers_that_are_not_computed_are_refused(
+    saved: tuple[Path, Draft], network: dict[str, Any], top: dict[str, Any], said: str
+) -> None:
+    edit(saved[0], network, **top)
+    with pytest.raises(LayoutError, match=said):
+        read_directory(saved[0])
+
+
+def test_unknown_fields_are_errors_or_notes(saved: tuple[Path, Draft]) -> None:
+    directory, draft = saved
+    assert read_directory(directory, strict=True).notes == []
+    edit(directory, {"use_swa": True, "mask_tokn_id": None}, final_logit_softcapping=20.0)
+    named = "config.json has transformer_layer_config.use_swa = True, final_logit_softcapping = 20.0, which"
+    with pytest.raises(LayoutError, match=f"{re.escape(named)} no draft of architecture '{draft.config.architecture}'"):
+        Draft.load(directory, strict=True)
+    assert read_directory(directory).notes == [f"{named} draftsmith does not know and does not apply"]
+    assert Draft.load(directory).config.meaning() == draft.config.meaning()
+
+
+def test_what_the_layouts_own_writer_adds_is_known(saved: tuple[Path, Draft]) -> None:
+    """Fields of a `config.json` by speculators 0.9.0 that draftsmith does not write."""
+    directory, draft = saved
+    edit(
+        directory,
+        {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None, "use_cache": True, "transformers_version": "5"},
+        auto_map={"": "config.DFlashSpeculatorConfig"},
+        speculators_version="0.9.0",
+        target_hidden_size=None,
+        transformers_version="5.19.0",
+    )
+    read = read_directory(directory, strict=True)
+    assert read.notes == []
+    assert Draft.load(directory, strict=True).config.meaning() == draft.config.meaning()
 
 
 def test_the_anchors_slot_is_as_in_the_method(saved: tuple[Path, Draft]) -> None:

@@ -1,6 +1,7 @@
 """The z-lab layout: how fields may be spelt, what contradicts, and what is written."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafts.heads import HEADS
 from draftsmith.layouts import LayoutError, read_directory, write_directory
-from draftsmith.layouts.zlab import FAMILY
+from draftsmith.layouts.zlab import FAMILY, Member
 from tests.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
@@ -171,9 +172,12 @@ def test_contradictions_and_unknown_kinds_are_refused(
 
 def test_unknown_fields_of_the_section_are_errors_or_notes(saved: Path) -> None:
     edit(saved, {"mask_tokn_id": 3, "emb_dim": 8})
-    with pytest.raises(LayoutError, match=r"emb_dim = 8, mask_tokn_id = 3.*remove"):
+    named = "config.json has dflash_config.emb_dim = 8, dflash_config.mask_tokn_id = 3, which"
+    with pytest.raises(LayoutError, match=f"{re.escape(named)}.*remove"):
         read_directory(saved, strict=True)
-    assert "emb_dim = 8, mask_tokn_id = 3" in read_directory(saved).notes[0]
+    assert named in read_directory(saved).notes[0]
+    edit(saved, {"mask_tokn_id": None, "emb_dim": ...}, theirs=5)  # null is absent; the top level may hold anything
+    assert read_directory(saved, strict=True).notes == []
 
 
 def test_a_missing_dtype_is_that_of_the_weights_and_noted(saved: Path) -> None:
@@ -210,3 +214,9 @@ def test_an_unknown_layout_is_refused(saved: Path) -> None:
 
 def test_every_architecture_has_a_spelling() -> None:
     assert {member.architecture for member in FAMILY} == set(HEADS)
+
+
+@pytest.mark.parametrize("member", FAMILY, ids=lambda member: member.architecture)
+def test_every_field_of_a_head_has_a_spelling(member: Member) -> None:
+    config = HEADS[member.architecture].config
+    assert set(member.head) == set(config.model_fields if config is not None else ())

@@ -209,7 +209,8 @@ def test_fields_that_nobody_uses_are_errors_in_training_input(tmp_path: Path) ->
     directory = saved(tmp_path / "draft")
     config = (directory / "config.json").read_text()
     (directory / "config.json").write_text(config.replace('"mask_token_id"', '"block_sise": 7, "mask_token_id"'))
-    with pytest.raises(DraftsmithError, match=f"^draft.init_from: {directory}: dflash_config has block_sise = 7"):
+    named = "config.json has dflash_config.block_sise = 7"
+    with pytest.raises(DraftsmithError, match=f"^draft.init_from: {directory}: {named}"):
         read_warm_start(str(directory))
     Draft.load(directory)  # somebody else's draft, not to be trained on: a warning
 
