@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, check_weights
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import CARRY_TARGET, TargetParts, read_directory, write_directory
+from draftsmith.layouts import CARRY_TARGET, CanonicalDraft, TargetParts, read_directory, write_directory
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.location import locate, read_config
 
@@ -46,12 +47,12 @@ def convert(
 
     source_layout: None: recognised from the files. target: for layouts that carry parts of it, the parts, or where the
     target lies (hub id or path); left out, those that the source carries are taken over. allow_pickle: as for
-    `layouts.read_directory`. What is written is read again: its tensors are the source's bit by bit, and its
-    configuration means the same.
+    `layouts.read_directory`. What is written is read again before it takes its place: its tensors are the source's
+    bit by bit, and its configuration means the same.
 
     Raises `LayoutError`, `DraftConfigError` or `DraftWeightsError` for a source that is not a sound draft, before
     anything is written, `LayoutError` for a draft that `layout` cannot express, and `DraftsmithError` for a path of a
-    target that no model lies at or that `layout` has no use for.
+    target that no model lies at or that `layout` has no use for, and for files that do not read back as the source.
     """
     if Path(source).resolve() == Path(destination).resolve():
         raise DraftsmithError(
@@ -67,16 +68,25 @@ def convert(
     with torch.device("meta"):
         check_weights(Draft(config), read.tensors, str(source))
     parts = target_parts(target) if isinstance(target, str) else target
-    write_directory(destination, layout, config.to_dict(), read.tensors, target=parts or read.target)
-    again = read_directory(destination, layout)
-    wanted, found = config.meaning(), DraftConfig.parse(again.config).meaning()
-    differing = [name for name, value in wanted.items() if found[name] != value]
-    differing += [name for name, tensor in read.tensors.items() if not torch.equal(again.tensors[name], tensor)]
-    if differing:
-        raise DraftsmithError(
-            f"{destination} does not read back as {source}; do not use it. What differs: {', '.join(differing)}"
-        )
+
+    def check(written: Path) -> None:
+        if differing := _differences(config, read.tensors, read_directory(written, layout)):
+            raise DraftsmithError(
+                f"{destination} is not written: in layout {layout!r} it would not read back as {source}. What differs: "
+                f"{', '.join(differing)}; use another layout, and report this draft"
+            )
+
+    write_directory(destination, layout, config.to_dict(), read.tensors, target=parts or read.target, check=check)
     return Converted(read.layout, layout, config.architecture, len(read.tensors), read.ignored, read.notes)
+
+
+def _differences(config: DraftConfig, tensors: dict[str, Tensor], again: CanonicalDraft) -> list[str]:
+    """Names of the fields and tensors that a draft read again does not have as they were."""
+    wanted, found = config.meaning(), DraftConfig.parse(again.config).meaning()
+    fields = [name for name, value in wanted.items() if found[name] != value]
+    shared = {name: (tensor, again.tensors[name]) for name, tensor in tensors.items() if name in again.tensors}
+    changed = {name for name, (a, b) in shared.items() if a.dtype != b.dtype or not torch.equal(a, b)}
+    return fields + sorted(changed | (set(tensors) ^ set(again.tensors)))
 
 
 def target_parts(path: str) -> TargetParts:

@@ -16,8 +16,9 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.convert import convert
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import WRITABLE, LayoutError, read_directory
+from draftsmith.layouts import LAYOUTS, WRITABLE, LayoutError, TargetParts, read_directory
 from draftsmith.layouts.consumers import MODEL_OPTIMIZER, SGLANG, SPECULATORS
+from draftsmith.layouts.zlab import ZlabLayout
 from tests.layouts.drafts import FULL, HEADS, SLIDING, drafts, simple_draft, target_ends
 
 REFUSING = {"sglang": SGLANG, "modelopt": MODEL_OPTIMIZER, "speculators": SPECULATORS}
@@ -143,6 +144,31 @@ def test_nothing_is_written_from_an_unsound_source(tmp_path: Path) -> None:
     with pytest.raises(DraftWeightsError, match=r"not finite: layers\.1\.mlp\.up_proj\.weight"):
         convert(tmp_path / "in", tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
+
+
+class Lossy(ZlabLayout):
+    """A writer with a fault: of the tensors it loses one and changes one, and it adds one slot to blocks."""
+
+    name = "lossy"
+
+    def write(
+        self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: TargetParts | None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        written, named = super().write(config, tensors, target)
+        named = {name: tensor for name, tensor in named.items() if name != "hidden_norm.weight"}
+        return {**written, "block_size": config["block_size"] + 1}, named | {"norm.weight": named["norm.weight"] + 1}
+
+
+def test_what_does_not_read_back_takes_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "lossy", Lossy())
+    simple_draft("dflash", seed=1).save(tmp_path / "in")
+    former = simple_draft("dflash", seed=2)
+    former.save(tmp_path / "out")
+    for destination in ("out", "new"):
+        with pytest.raises(DraftsmithError, match=r"differs: block_size, hidden_norm\.weight, norm\.weight; use"):
+            convert(tmp_path / "in", tmp_path / destination, "lossy")
+    assert same(Draft.load(tmp_path / "out").state_dict(), former.state_dict())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def test_a_draft_is_not_converted_onto_itself(tmp_path: Path) -> None:
