@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftsmith.drafts.checks import DraftConfigError
-
 
 def convolve(hidden: Tensor, base: Tensor, delta: Tensor) -> Tensor:
     """hidden [..., B, H], base [K, H], delta [..., B, K, groups] -> [..., B, H] in hidden's dtype.
@@ -46,12 +44,8 @@ class BlockConvolution(nn.Module):
     """
 
     def __init__(self, hidden_size: int, kernel_size: int, group_size: int) -> None:
-        """Raises `DraftConfigError` unless the groups divide the hidden size."""
+        """group_size: a divisor of hidden_size, as the head's configuration sees to."""
         super().__init__()
-        if hidden_size % group_size:
-            raise DraftConfigError(
-                f"conv_group_size is {group_size}; allowed: a divisor of hidden_size, which is {hidden_size}"
-            )
         self.kernel_size = kernel_size
         self.groups = hidden_size // group_size
         self.base_kernel = nn.Parameter(torch.empty(2, kernel_size, hidden_size))

@@ -16,6 +16,7 @@ from draftsmith.drafts.heads import HEADS
 from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import TargetParts, read_directory, write_directory
+from draftsmith.targets.location import resolve_device
 
 if TYPE_CHECKING:
     from draftsmith.targets.ends import TargetEnds
@@ -82,11 +83,14 @@ class Draft(nn.Module):
         """A draft from a directory of any readable layout (recognised from its files unless `layout` is given).
 
         dtype: "auto" keeps the stored one; a name of `DTYPES` or a torch dtype converts the parameters in memory
-        (`config.dtype` stays what files hold). strict: unknown configuration fields are errors instead of logged
-        warnings. allow_pickle: as for `layouts.read_directory`. Raises `LayoutError` for files that cannot be read,
-        `DraftConfigError` for a configuration that cannot be right, and `DraftWeightsError`, with every fault at once,
-        for tensors that are missing, not used, of another shape or dtype than the configuration says, or not finite.
+        (`config.dtype` stays what files hold). device: "auto" (cuda if there is one), "cpu", "cuda" or "cuda:N".
+        strict: unknown fields of the draft's section are errors instead of logged warnings. strict and allow_pickle:
+        as for `layouts.read_directory`. Raises `LayoutError` for files that cannot be read, `DraftConfigError` for a
+        configuration that cannot be right, `DraftWeightsError`, with every fault at once, for tensors that are missing,
+        not used, of another shape or dtype than the configuration says, or not finite, and `DraftsmithError` for a
+        dtype or device that is not known or not there.
         """
+        wanted_dtype, resolved_device = parse_dtype(dtype), resolve_device(device)
         canonical = read_directory(directory, layout, strict=strict, allow_pickle=allow_pickle)
         for note in canonical.notes:
             _log.warning("%s: %s", directory, note)
@@ -97,13 +101,13 @@ class Draft(nn.Module):
         with torch.device("meta"):
             draft = cls(config)
         check_weights(draft, canonical.tensors, str(directory))
-        wanted = parse_dtype(dtype) or config.torch_dtype
+        kept_dtype = wanted_dtype or config.torch_dtype
         state = {
-            name: canonical.tensors[file_name(name)].to(device=device, dtype=wanted, copy=True)
+            name: canonical.tensors[file_name(name)].to(device=resolved_device, dtype=kept_dtype, copy=True)
             for name in draft.state_dict()
         }
         draft.load_state_dict(state, assign=True)
-        return draft.to(device)
+        return draft.to(resolved_device)
 
     def save(
         self,

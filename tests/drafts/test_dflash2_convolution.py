@@ -95,11 +95,6 @@ def test_a_fresh_one_changes_nothing() -> None:
     assert torch.equal(module.after(hidden, state), hidden)
 
 
-def test_groups_must_divide_the_channels() -> None:
-    with pytest.raises(DraftConfigError, match="conv_group_size is 5; allowed: a divisor of hidden_size, which is 12"):
-        BlockConvolution(12, 2, 5)
-
-
 # --- as part of a draft -----------------------------------------------------------------------------------------------
 
 

@@ -158,3 +158,12 @@ def test_overflow_in_the_declared_dtype_is_not_written(tmp_path: Path) -> None:
 def test_an_unknown_dtype_is_refused(saved: Path) -> None:
     with pytest.raises(DraftsmithError, match="dtype is 'fp32'; allowed: 'auto'"):
         Draft.load(saved, dtype="fp32")
+
+
+def test_devices_are_named_as_for_targets(saved: Path) -> None:
+    found = Draft.load(saved, device="auto").device.type
+    assert found == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(DraftsmithError, match="device is 'gpu'; use 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+        Draft.load(saved, device="gpu")
+    with pytest.raises(DraftsmithError, match="device is 'cuda:99', but torch sees"):
+        Draft.load(saved.parent / "absent", device="cuda:99")  # said before any file is read
