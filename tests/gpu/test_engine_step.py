@@ -1,6 +1,7 @@
 """The engine on a device: lossless there too; a step that graphs hold, that waits for nobody, and whose rows do not
 see each other."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -233,15 +234,18 @@ def test_fused_blocks_equal_the_drafts_own_modules(method: str, dtype: torch.dty
     embeddings = torch.randn(3, block_size, target.hidden_size, device="cuda", dtype=dtype)
     results = []
     with torch.no_grad():
-        for blocks in (DenseBlocks(draft), FusedBlocks(draft)):
+        for blocks in (DenseBlocks(draft), FusedBlocks(draft), DenseBlocks(deepcopy(draft).float())):
             cache = blocks.new_cache(3, 100)
-            blocks.append(taps, torch.zeros_like(start), cache)
-            blocks.append(more, start, cache)
+            first, second, inputs = (tensor.to(cache.storage.dtype) for tensor in (taps, more, embeddings))
+            blocks.append(first, torch.zeros_like(start), cache)
+            blocks.append(second, start, cache)
             kept = cache.storage.clone()
-            results.append((kept, blocks.block(embeddings, start + 5, cache, 96)))
-            changed = embeddings.clone()
+            results.append((kept, blocks.block(inputs, start + 5, cache, 96)))
+            changed = inputs.clone()
             changed[1, 2] += 1
             assert not torch.equal(results[-1][1][1], blocks.block(changed, start + 5, cache, 96)[1])
-    tolerance = 2e-4 if dtype == torch.float32 else 0.1
-    for dense, fused in zip(*results, strict=True):
-        torch.testing.assert_close(fused, dense, atol=tolerance, rtol=tolerance)
+    for dense, fused, exact in zip(*results, strict=True):
+        if dtype == torch.float32:
+            torch.testing.assert_close(fused, dense, atol=2e-4, rtol=2e-4)
+        else:  # rounds no more than the modules do
+            assert (fused - exact).norm() < 1.25 * (dense - exact).norm()
