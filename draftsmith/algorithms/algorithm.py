@@ -156,8 +156,6 @@ class Algorithm(ABC):
     """The fields of the section that size its head in published drafts, where they have no default."""
     trimming_options: ClassVar[tuple[str, ...]] = ()
     """Decoding options that only have a block propose fewer tokens, never other ones."""
-    stepwise_options: ClassVar[dict[str, Any]] = {}
-    """Decoding options under which its proposer hands the logits of every slot to the sampler, if it ever does."""
 
     @abstractmethod
     def head_config(self, section: Any) -> dict[str, Any]:
@@ -184,6 +182,12 @@ class Algorithm(ABC):
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are
         the method's own decoding options by name; one that it does not have is an error."""
+
+    @abstractmethod
+    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
+        """A proposer of the same greedy tokens, up to rounding, for whoever wants to see what each was chosen from: it
+        hands the logits of every slot to the sampler, in order, and proposes what the sampler chooses. No decoding
+        options apply, and nothing is left out for speed. num_proposals as for `proposer`."""
 
     def serving(self, config: DraftConfig) -> Serving:
         """How SGLang and vLLM run this draft; as they run DFlash, unless a method says otherwise."""

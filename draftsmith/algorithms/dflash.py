@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -95,6 +96,26 @@ class DFlashProposer:
         return Proposals(self.draft.argmax(slots, self.ends))
 
 
+@dataclass
+class StepwiseDFlashProposer:
+    """Each slot's token by the sampler, from its own logits: for a greedy sampler what `DFlashProposer` proposes."""
+
+    draft: Draft
+    ends: TargetEnds
+    layout: BlockLayout
+    num_proposals: int
+
+    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
+        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
+        logits = self.draft.logits(slots, self.ends)  # [batch, P, V]
+        chosen = [sampler(logits[:, slot], slot) for slot in range(self.num_proposals)]
+        distributions = [q for _, q in chosen if q is not None]
+        return Proposals(
+            torch.stack([ids for ids, _ in chosen], dim=1), torch.stack(distributions, dim=1) if distributions else None
+        )
+
+
 class DFlash(Algorithm):
     """One forward proposes a block's B-1 tokens; no head of its own, and no decoding options."""
 
@@ -121,3 +142,7 @@ class DFlash(Algorithm):
         check_no_decoding_options(self.name, decoding)
         layout = self.block_layout(draft.config)
         return DFlashProposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+
+    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
+        layout = self.block_layout(draft.config)
+        return StepwiseDFlashProposer(draft, ends, layout, check_num_proposals(num_proposals, layout))

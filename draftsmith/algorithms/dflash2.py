@@ -209,11 +209,14 @@ class DFlash2(Algorithm):
 
     def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
         check_no_decoding_options(self.name, decoding)
-        layout = self.block_layout(draft.config)
-        count = check_num_proposals(num_proposals, layout)
         if draft.device.type != "cuda":
-            return DFlash2Proposer(draft, ends, layout, count)
+            return self.stepwise_proposer(draft, ends, num_proposals)
         # Kernels need the package triton, which not every installation has.
         from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Proposer
 
-        return KernelDFlash2Proposer(draft, ends, layout, count)
+        layout = self.block_layout(draft.config)
+        return KernelDFlash2Proposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+
+    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
+        layout = self.block_layout(draft.config)
+        return DFlash2Proposer(draft, ends, layout, check_num_proposals(num_proposals, layout))

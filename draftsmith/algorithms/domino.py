@@ -184,7 +184,6 @@ class Domino(Algorithm):
         "pure_draft_prefix_len": 1,
         "shift_label": True,
     }
-    stepwise_options: ClassVar[dict[str, Any]] = {"rollout": "plain"}
 
     def head_config(self, section: Any) -> dict[str, Any]:
         fields = {name: getattr(section, name) for name in DominoHeadConfig.model_fields}
@@ -228,3 +227,6 @@ class Domino(Algorithm):
             with_table=options.token_table,
             kernels=draft.device.type == "cuda",
         )
+
+    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
+        return self.proposer(draft, ends, num_proposals, rollout="plain")

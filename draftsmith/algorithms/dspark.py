@@ -236,7 +236,6 @@ class DSpark(Algorithm):
     section: ClassVar[type[DraftSection]] = DSparkSection
     published_head: ClassVar[dict[str, Any]] = {"markov_rank": 256}
     trimming_options: ClassVar[tuple[str, ...]] = ("min_survival",)
-    stepwise_options: ClassVar[dict[str, Any]] = {"rollout": "plain"}
 
     def head_config(self, section: Any) -> dict[str, Any]:
         with_markov = section.confidence_head_with_markov
@@ -293,3 +292,6 @@ class DSpark(Algorithm):
             kernels=draft.device.type == "cuda",
             min_survival=options.min_survival,
         )
+
+    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
+        return self.proposer(draft, ends, num_proposals, rollout="plain")

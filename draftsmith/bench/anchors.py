@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.blocks.build import anchor_block_inputs
 from draftsmith.decoding.cache import ContextCache, DenseBlocks
-from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 
@@ -36,9 +36,6 @@ class Anchored:
 class GreedySampler:
     """The `TokenSampler` of greedy requests, which remembers the chances that the logits gave."""
 
-    sampling = SamplingOptions()
-    greedy = True
-
     def __init__(self) -> None:
         self.chances: list[Tensor] = []
 
@@ -59,28 +56,19 @@ class Proposed:
 @torch.no_grad()
 def proposals_at(target: Target, draft: Draft, token_ids: Sequence[int], anchors: Sequence[int]) -> Proposed:
     """The draft's greedy proposals at `anchors` (positions) of a text, each as if a verify began there."""
-    config, method = draft.config, algorithm_for(draft.config)
-    layout = method.block_layout(config)
-    proposer = method.proposer(draft, target.ends, None, **method.stepwise_options)
+    proposer = algorithm_for(draft.config).stepwise_proposer(draft, target.ends)
     context = _context(target, draft, token_ids)
     blocks = DenseBlocks(draft)
     ids = torch.tensor(list(token_ids), device=target.device)
     extent = context.storage.shape[-2]
-    first = torch.arange(config.block_size, device=target.device) == 0
     parts: list[Proposed] = []
     for begin in range(0, len(anchors), ROWS):
         at = torch.tensor(list(anchors[begin : begin + ROWS]), device=target.device)
         rows = replace(context, storage=context.storage.expand(-1, -1, len(at), -1, -1, -1))
-        block_ids = torch.where(first, ids[at][:, None], config.mask_token_id)  # [n, B]
-        hidden = blocks.block(target.ends.embed(block_ids), at, rows, extent)  # [n, B, H]
+        hidden = blocks.block(anchor_block_inputs(ids[at], draft.config, target.ends), at, rows, extent)  # [n, B, H]
         sampler = GreedySampler()
         proposed = proposer.propose(hidden, ids[at], sampler)
-        if sampler.chances:
-            chances = torch.stack(sampler.chances, dim=1)
-        else:
-            logits = draft.logits(layout.predicting(hidden, dim=1), target.ends).float()
-            chances = logits.softmax(-1).gather(-1, proposed.token_ids[..., None])[..., 0]
-        parts.append(Proposed(proposed.token_ids, chances))
+        parts.append(Proposed(proposed.token_ids, torch.stack(sampler.chances, dim=1)))
     return Proposed(torch.cat([part.token_ids for part in parts]), torch.cat([part.chances for part in parts]))
 
 

@@ -6,6 +6,19 @@ from torch import Tensor
 from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockLayout
+from draftsmith.drafts.config import DraftConfig
+from draftsmith.targets.ends import TargetEnds
+
+
+def anchor_block_inputs(anchor_ids: Tensor, config: DraftConfig, ends: TargetEnds) -> Tensor:
+    """What `Draft.forward` is given of blocks of which only the anchor is known (DFlash, arXiv 2602.06036): anchor_ids
+    [n] int64 -> embeddings [n, B, H] of the anchor's token and of mask tokens, as the target's matrix has them.
+
+    Blocks that show more are `build_blocks`'s. The engine makes the same ids along with its verify's positions
+    (`kernels.slot_state.open_step`).
+    """
+    masks = anchor_ids.new_full((len(anchor_ids), config.block_size - 1), config.mask_token_id)
+    return ends.embedding_rows(torch.cat((anchor_ids[:, None], masks), dim=1))
 
 
 def build_blocks(

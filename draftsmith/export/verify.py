@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.blocks.build import anchor_block_inputs
 from draftsmith.decoding.cache import block_masks
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
@@ -61,20 +62,20 @@ def verify_export(
 @torch.no_grad()
 def block_logits(draft: Draft, ends: TargetEnds, seed: int) -> dict[str, Tensor]:
     """Logits of one block a row on random features and tokens: `slots` [rows, B, V], the target's head on every slot;
-    `choice N` [rows, V], what the method's proposer chose its N-th token from (methods that choose slot by slot);
-    `proposals` [rows, P], the tokens themselves."""
+    `choice N` [rows, V], what the method's proposer chose its N-th token from; `proposals` [rows, P], the tokens
+    themselves."""
     config = draft.config
     generator = torch.Generator().manual_seed(seed)
     width = len(config.target_layer_ids) * config.hidden_size
     features = torch.randn(_ROWS, _CONTEXT, width, generator=generator).to(draft.dtype)
     anchors = torch.tensor([_CONTEXT, _CONTEXT - 4])
-    block = torch.full((_ROWS, config.block_size), config.mask_token_id)
-    block[:, 0] = torch.randint(config.vocab_size, (_ROWS,), generator=generator)
+    anchor_ids = torch.randint(config.vocab_size, (_ROWS,), generator=generator)
     positions = anchors[:, None] + torch.arange(config.block_size)
 
     context = draft.context_keys_values(features, torch.arange(_CONTEXT).expand(_ROWS, -1))
     attend = block_masks(anchors, _CONTEXT, config.block_size, draft.attention_kinds)
-    hidden = draft(ends.embedding_rows(block)[:, None], positions[:, None], context, attend)[:, 0]  # [rows, B, H]
+    embeddings = anchor_block_inputs(anchor_ids, config, ends)  # [rows, B, H]
+    hidden = draft(embeddings[:, None], positions[:, None], context, attend)[:, 0]  # [rows, B, H]
 
     seen = {"slots": draft.logits(hidden, ends)}
 
@@ -82,7 +83,7 @@ def block_logits(draft: Draft, ends: TargetEnds, seed: int) -> dict[str, Tensor]
         seen[f"choice {draw}"] = logits
         return logits.argmax(-1), None
 
-    proposals = algorithm_for(config).proposer(draft, ends).propose(hidden, block[:, 0], choose)
+    proposals = algorithm_for(config).stepwise_proposer(draft, ends).propose(hidden, anchor_ids, choose)
     return {**seen, "proposals": proposals.token_ids}
 
 

@@ -11,10 +11,11 @@ SAID = "abc"
 """The letters that `wordy_target` says."""
 
 
-def wordy_target(*, seed: int = 9, **options) -> Target:
+def wordy_target(kind: str = "llama", *, seed: int = 9, **options) -> Target:
     """A random target that answers in three letters only, so that a random draft agrees with it often."""
     tokenizer = tiny_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer) + 1, num_layers=2, seed=seed, **options)
+    fields = {"num_layers": 2, "tie_word_embeddings": False} | options
+    model = tiny_model(kind, vocab_size=len(tokenizer) + 1, seed=seed, **fields)
     said = [tokenizer.convert_tokens_to_ids(letter) for letter in SAID]
     with torch.no_grad():
         # Rows that add up to nothing: one of them always beats the zeros of all others.

@@ -37,15 +37,22 @@ def target():
     return wordy_target()
 
 
-def draft_of(target, method, block_size=5):
-    return tiny_draft(
-        target, architecture=method, block_size=block_size, head=HEADS[method], num_layers=1, seed=DRAFT_SEED
-    )
+@pytest.fixture(scope="module")
+def scaling_target():
+    """One that multiplies its embeddings, as its drafts do theirs."""
+    return wordy_target("gemma3")
 
 
+def draft_of(target, method, block_size=5, **fields):
+    sizes = {"block_size": block_size, "head": HEADS[method], "num_layers": 1, "seed": DRAFT_SEED}
+    return tiny_draft(target, architecture=method, **sizes | fields)
+
+
+@pytest.mark.parametrize(("of", "seed"), [("target", DRAFT_SEED), ("scaling_target", 6)])
 @pytest.mark.parametrize("method", HEADS)
-def test_a_replay_commits_what_the_engine_commits(target, method):
-    draft = draft_of(target, method)
+def test_a_replay_commits_what_the_engine_commits(of, seed, method, request):
+    target = request.getfixturevalue(of)
+    draft = draft_of(target, method, seed=seed, input_embedding_scale=target.embedding_scale or 1.0)
     plain = generate(target, None, PROMPTS, max_new_tokens=20)
     texts = [anchored(target, draft, p, g.token_ids) for p, g in zip(PROMPTS, plain, strict=True)]
     assert max(max(text.accepted) for text in texts) >= 2

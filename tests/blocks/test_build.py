@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.blocks.build import anchor_block_inputs
 from draftsmith.blocks.layout import BlockKind, BlockLayout
+from draftsmith.kernels.slot_state import open_step
 from tests.blocks.packed import MASK, anchors_of, blocks_of, owner, ragged_batch
+from tests.tiny import tiny_target
+from tests.tiny_draft import tiny_draft
 
 LAYOUTS = [BlockLayout(kind, size) for kind in BlockKind for size in (2, 5, 16)]
 
@@ -45,6 +49,24 @@ def test_blocks_are_as_defined(layout: BlockLayout, visible_slots: object) -> No
             cut += p >= length
     assert cut > 0 or layout.block_size == 2  # some labels did fall past the end of their document
     assert not blocks.label_mask[~anchors.valid].any()
+
+
+def test_blocks_of_which_only_the_anchor_is_known_read_the_same_everywhere() -> None:
+    """In training, in the engine's steps, and where a draft is asked from outside of either."""
+    target = tiny_target("gemma3", num_layers=2)
+    config = tiny_draft(target, block_size=5, mask_token_id=MASK).config
+    layout, batch = BlockLayout(BlockKind.ANCHOR_KNOWN, 5), ragged_batch(4)
+    anchors = anchors_of(batch, layout)
+    anchor_ids = batch.input_ids.gather(1, anchors.index)
+    trained = blocks_of(batch, layout, anchors).input_ids.flatten(0, 1)
+    _, decoded, _ = open_step(
+        batch.input_ids, anchors.index[:, 0] + 1, width=5, block=5, filler=config.mask_token_id, window=99
+    )
+    embeddings = anchor_block_inputs(anchor_ids.flatten(), config, target.ends)
+    assert torch.equal(embeddings, target.ends.embedding_weight[trained])
+    assert torch.equal(embeddings.unflatten(0, anchor_ids.shape)[:, 0], target.ends.embedding_weight[decoded])
+    assert not torch.equal(embeddings, target.ends.embed(trained)), "drafts scale by themselves"
+    assert not torch.equal(embeddings, anchor_block_inputs(anchor_ids.flatten().flip(0), config, target.ends))
 
 
 def test_every_index_stays_in_its_row_and_every_id_is_a_token() -> None:
