@@ -10,7 +10,7 @@ LEGEND = (
     "and the one after it were committed by a single verify.</p>"
     '<p class="tokens legend"><i class="a1">accepted, slot 1</i> <i class="a4">slot 4</i> '
     '<i class="a8">slot 8 and later</i> <i class="c">corrected by the target</i> '
-    '<i class="b">bonus after a whole block</i> <i class="p">first token</i></p>'
+    '<i class="b">bonus after a whole block</i> <i class="p">first token, or not known</i></p>'
 )
 
 _HOW = {
@@ -18,18 +18,19 @@ _HOW = {
     "accepted": "drafted and accepted",
     "corrected": "corrected by the target",
     "bonus": "bonus: the whole block was accepted",
+    "ended": "last token: drafted or the target's own, which is not known",
 }
-_MARKS = {"prefill": "p", "corrected": "c", "bonus": "b"}
+_MARKS = {"prefill": "p", "corrected": "c", "bonus": "b", "ended": "p"}
 
 
 def render_text(text: ShownText, unfolded: bool) -> str:
     """One answer, to be unfolded."""
-    verifies = sum(token.came in ("corrected", "bonus") for token in text.tokens)
+    verifies = sum(token.slot == 1 for token in text.tokens)
     drafted = sum(token.came == "accepted" for token in text.tokens)
     turn = f", turn {text.turn + 1}" if text.turn else ""
     kind = f"{text.category}, " if text.category else ""
     about = f"{kind}{len(text.tokens)} tokens, {drafted} of them drafted"
-    about += f", {(drafted + verifies) / verifies:.2f} a verify" if verifies else ""
+    about += f", {(len(text.tokens) - 1) / verifies:.2f} a verify" if verifies else ""
     return (
         f"<details{' open' if unfolded else ''}><summary>{escape(text.decoder)} · {escape(text.prompt + turn)} "
         f'<span class="dim">{escape(about)}</span></summary><p class="question">{escape(text.question)}</p>'

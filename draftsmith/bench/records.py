@@ -96,8 +96,9 @@ class BenchAnswer(Record):
         return counted_verifies(self.accept_lengths, self.finish_reason)
 
 
-Came = Literal["prefill", "accepted", "corrected", "bonus"]
-"""How a token came: with the prompt, drafted and accepted, in place of a refused proposal, after a whole block."""
+Came = Literal["prefill", "accepted", "corrected", "bonus", "ended"]
+"""How a token came: with the prompt, drafted and accepted, in place of a refused proposal, after a whole block; or the
+last of a sampled answer, of which the lengths do not tell whether it was drafted."""
 
 
 class ShownToken(Record):

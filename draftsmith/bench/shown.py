@@ -42,16 +42,12 @@ def show(
             known = proposed is not None and slot <= most
             guess = int(proposed.token_ids[verify, slot - 1]) if proposed is not None and known else None
             sure = float(proposed.chances[verify, slot - 1]) if proposed is not None and known else None
-            right = guess == ids[place]
-            # The end of the answer may have cut an accepted proposal.
-            ended = slot == length and place == len(ids) - 1 and slot <= most and right
-            last = slot == length and not ended
-            came: Came = "accepted" if not last else "bonus" if slot > most else "corrected"
-            wrong = last and guess is not None and not right
+            right = None if guess is None else guess == ids[place]
+            wrong = slot == length and right is False
             tokens.append(
                 ShownToken(
                     text=pieces[place],
-                    came=came,
+                    came=how_it_came(slot, length, most, ends=place == len(ids) - 1, right=right),
                     slot=slot,
                     target=chances[place],
                     draft=sure if right else None,
@@ -67,6 +63,21 @@ def show(
         question=question,
         tokens=tokens,
     )
+
+
+def how_it_came(slot: int, length: int, most: int, *, ends: bool, right: bool | None) -> Came:
+    """How the token at `slot` (1-based) of a verify that committed `length` came, of a block of `most` proposals.
+
+    ends: it is the answer's last, so that the verify may have granted more than is there; right: whether the draft had
+    proposed it (None: not known).
+    """
+    if slot < length:
+        return "accepted"
+    if slot > most:
+        return "bonus"
+    if not ends:
+        return "corrected"
+    return "ended" if right is None else "accepted" if right else "corrected"
 
 
 def verify_starts(accept_lengths: list[int]) -> list[int]:

@@ -159,7 +159,15 @@ def test_sampled_answers_belong_to_the_seed_and_the_prompt(target, drafts, chat)
     assert said(first, "small") == said(first, PLAIN)
     assert said(first, PLAIN)[:2] != said(first, PLAIN)[2:]
     assert figures(first, first.drafts[0], 1).equal_share is None
-    assert first.shown[0].tokens[1].draft is None
+    (answer,) = [a for a in first.answers_of("small", 1) if (a.prompt, a.turn, a.seed) == ("one", 0, 7)]
+    most, tokens = first.drafts[0].proposals, first.shown[0].tokens[1:]
+    assert all(token.draft is None and token.instead is None for token in tokens)
+    # What a verify's last token was follows from its length, but for the answer's last one.
+    for verify, length in enumerate(answer.accept_lengths):
+        end = sum(answer.accept_lengths[: verify + 1])
+        wanted = "bonus" if length > most else "corrected" if end < len(tokens) else "ended"
+        assert [token.came for token in tokens[end - length : end]] == ["accepted"] * (length - 1) + [wanted]
+    assert tokens[-1].came == "ended"
 
 
 def test_rows_that_wait_give_the_same_answers(target, drafts, chat, measured):

@@ -138,6 +138,17 @@ def test_every_token_is_marked_by_how_it_came():
     assert "2 of them drafted" in html
 
 
+def test_a_text_counts_its_verifies_whole_also_where_the_answers_end_cuts_one():
+    came = [("prefill", 0), ("accepted", 1), ("accepted", 2), ("bonus", 3), ("corrected", 1), ("accepted", 1)]
+    tokens = [ShownToken(text="x", came=how, slot=slot) for how, slot in came]
+    html = render_text(TEXT.model_copy(update={"tokens": tokens}), False)
+    assert "6 tokens, 3 of them drafted, 1.67 a verify" in html
+    tokens[-1] = ShownToken(text="x", came="ended", slot=1)
+    html = render_text(TEXT.model_copy(update={"tokens": tokens}), False)
+    assert "6 tokens, 2 of them drafted, 1.67 a verify" in html
+    assert "which is not known" in html
+
+
 def browser_flags(directory, width, scheme):
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory}/profile"]
     dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
