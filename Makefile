@@ -14,7 +14,7 @@ help:
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make interop  the tests against other projects' packages"
 	@echo "make docs     the documentation as pages, below site/"
-	@echo "make results  the tables of docs/results.md (a GPU; CONVERSATIONS=... PROMPTS=..., see there)"
+	@echo "make results  the tables of docs/results.md (a GPU, half an hour; see there)"
 	@echo "make clean    removes .venv"
 
 $(VENV)/base:
@@ -70,10 +70,15 @@ interop: $(VENV)/interop .venv-interop/made
 docs: .venv-docs/made
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
+# Answers that are given are used; otherwise the target makes them, and an interrupted run goes on where it stopped.
+ANSWERS := runs/results/answers
+PROMPTS ?= gsm8k=gsm8k mt-bench=mt-bench
 results: $(VENV)/demo
-	@test -n "$(CONVERSATIONS)" -a -n "$(PROMPTS)" || { \
-		echo "set CONVERSATIONS=answers.jsonl and PROMPTS=\"NAME=prompts.jsonl ...\"; see docs/results.md"; exit 1; }
-	$(BIN)/python benchmarks/results.py all --conversations $(CONVERSATIONS) $(foreach p,$(PROMPTS),--prompts $(p))
+	$(BIN)/python -m pip install -q -e '.[data]' -c constraints.txt
+	$(if $(CONVERSATIONS),,$(BIN)/draftsmith regenerate smollm2-dflash run=$(ANSWERS) target.dtype=bfloat16 \
+		data.prompts=gsm8k regenerate.max_new_tokens=256 regenerate.batch_size=256)
+	$(BIN)/python benchmarks/results.py all --conversations $(or $(CONVERSATIONS),$(ANSWERS)/answers.jsonl) \
+		$(foreach p,$(PROMPTS),--prompts $(p))
 
 clean:
 	rm -rf $(VENV) .venv-interop .venv-docs

@@ -141,9 +141,9 @@ def _arguments() -> argparse.Namespace:
         command.add_argument("--steps", type=int, default=None, help="steps of each training, in place of --seconds")
         command.add_argument("--limit", default="gsm8k=200,mt-bench=80", help="NAME=N,...: the first N prompts")
         command.add_argument("--max-new-tokens", type=int, default=256)
-        command.add_argument("--batch-size", type=int, default=64, help="of the bench of accept lengths")
+        command.add_argument("--batch-size", type=int, default=100, help="of the bench of accept lengths")
         command.add_argument("--speed-prompts", type=int, default=24, help="prompts of the bench at batch size 1")
-        command.add_argument("--speed-on", action="append", help="NAME of prompts to time (default: all)")
+        command.add_argument("--speed-on", action="append", help="NAME of prompts to time (default: the first)")
         command.add_argument("--set", action="append", default=[], dest="overrides", help="a further recipe override")
     for command in (everything, some, captured, table):
         command.add_argument("--out", type=Path, default=Path("runs/results"), help="directory of the results")
@@ -193,7 +193,7 @@ def _method(method: str, arguments: argparse.Namespace) -> dict[str, object]:
     for kind, batch_size in (("accepted", arguments.batch_size), ("alone", 1)):
         for named in arguments.prompts:
             name, _, source = named.partition("=")
-            if kind == "alone" and arguments.speed_on and name not in arguments.speed_on:
+            if kind == "alone" and name not in (arguments.speed_on or [arguments.prompts[0].partition("=")[0]]):
                 continue
             limit = limits.get(name) if kind == "accepted" else arguments.speed_prompts
             started = time.perf_counter()

@@ -232,7 +232,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Sample from the so many likeliest tokens; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
 ) -> None:
-    """Answers prompts with the target, speculatively: the same text as without the draft, sooner.
+    """Answers prompts with the target, speculatively: the target's own text, sooner.
 
     Example: `draftsmith generate my.yaml -p "Count to twenty." --max-new-tokens 100`
     """
