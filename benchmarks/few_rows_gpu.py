@@ -8,8 +8,9 @@ Prints one JSON line a measurement.
 
 `products`: `skinny_linear` against `torch.nn.functional.linear`, by rows. `sweep`: its tiles. `cycles`: steps of the
 engine on SmolLM2's shapes with drafts of three methods, with the kernel for up to 16 rows and up to 32 (after a sweep,
-in the tiles it found best; with every short part fetched whole, for 16 rows too). `target`: a pass of Qwen3-8B, likewise. `others`: attention and head at 16 and 17
-tokens. `--quick` launches all once and times nothing: it leaves the kernels in Triton's cache.
+in the tiles it found best; with every short part fetched whole, for 16 rows too). `target`: a pass of Qwen3-8B,
+likewise. `others`: attention and head at 16 and 17 tokens. `--quick` launches all once and times nothing: it leaves the
+kernels in Triton's cache.
 """
 
 import argparse

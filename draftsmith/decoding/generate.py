@@ -32,7 +32,8 @@ def generate(
     (`EngineOptions.verify_width`; in 16 bits a pass of another width rounds differently, and a tie may fall the other
     way); above 0, tokens follow the target's distribution after temperature, then top-k (0: off), then top-p (1: off).
     A row ends after the first of `stop_token_ids` that it generates (kept), after max_new_tokens, or at the end of the
-    target's window. seed: one number for the request, or one a row; None draws a fresh one from torch's default generator.
+    target's window. seed: one number for the request, or one a row; None draws a fresh one from torch's default
+    generator.
 
     Returns one `Generation` a prompt, in order. Raises `DraftsmithError` for draft and target that do not fit, values
     out of range, empty or over-long prompts and ids outside the vocabulary, before any work.
