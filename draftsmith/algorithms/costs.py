@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from draftsmith.algorithms.algorithm import Algorithm
-from draftsmith.drafts.backbone import WRAPPED_SUBLAYERS
+from draftsmith.drafts.backbone import is_added
 from draftsmith.drafts.config import DraftConfig, RopeConfig
 from draftsmith.drafts.draft import Draft
 
@@ -54,12 +54,7 @@ def costs(method: Algorithm, config: DraftConfig, dtype: torch.dtype = torch.bfl
     with torch.device("meta"):
         draft = Draft(config)
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
-    extra = sum(size for name, size in sizes.items() if _is_extra(name))
+    extra = sum(size for name, size in sizes.items() if is_added(name))
     stored = replace(method.capture(config), dtype=dtype).bytes_per_token
     proposals = method.block_layout(config).max_proposals
     return Costs(stored, proposals, sum(sizes.values()), extra)
-
-
-def _is_extra(parameter: str) -> bool:
-    parts = parameter.split(".")
-    return parts[0] == "head" or any(part in WRAPPED_SUBLAYERS for part in parts)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.rounding import round_up
+
 # One that the device writes to, one that waits for its event, one that is copied into records.
 BUFFERS = 3
 _ALIGNMENT = 16
@@ -40,7 +42,7 @@ class HostTransfer:
         device = next(iter(tensors.values())).device
         if device.type != "cuda":
             return Arriving({name: tensor.cpu() for name, tensor in tensors.items()}, _nothing, _nothing, lasting=True)
-        buffer = self._buffer(sum(_aligned(tensor.nbytes) for tensor in tensors.values()))
+        buffer = self._buffer(sum(round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values()))
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
@@ -52,7 +54,7 @@ class HostTransfer:
                 room = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 on_host[name] = room.copy_(tensor, non_blocking=True)
                 tensor.record_stream(stream)  # not given away before it is copied
-                start += _aligned(tensor.nbytes)
+                start += round_up(tensor.nbytes, _ALIGNMENT)
             copied = torch.cuda.Event()
             copied.record()
         return Arriving(on_host, copied.synchronize, lambda: self._buffers.put(buffer), lasting=False)
@@ -62,10 +64,6 @@ class HostTransfer:
         if buffer.nbytes < size:
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return buffer
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _nothing() -> None:

@@ -38,6 +38,13 @@ WRAPPED_SUBLAYERS = ("attention_conv", "mlp_conv")
 """Names that a layer's wrapper modules go by, in the module and in files."""
 
 
+def is_added(parameter: str) -> bool:
+    """Whether a parameter, by its name in `Draft`, belongs to what a method adds to the network that all share: a head,
+    or modules around sublayers."""
+    parts = parameter.split(".")
+    return parts[0] == "head" or any(part in WRAPPED_SUBLAYERS for part in parts)
+
+
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension; statistics in fp32 at least."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.rounding import round_up
 from draftsmith.training.batches import MicroBatch
 
 Outcome = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
@@ -102,7 +103,7 @@ def rounded_labels(batch: MicroBatch) -> int:
     """The number of labels, rounded up by at most a sixteenth, and to no more than there are places."""
     count, places = max(batch.blocks.max_labels, 1), batch.blocks.label_mask.numel()
     step = max(64, 1 << max(count.bit_length() - 5, 0))
-    return min(-(-count // step) * step, places)
+    return min(round_up(count, step), places)
 
 
 def _tensors(batch: MicroBatch) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftsmith.algorithms.algorithm import DraftSection
@@ -105,6 +106,12 @@ class TrainOptions(_Section):
     """So many of the newest run checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1
     """So are so many of those with the best evaluations by `best_by`. 0: none, and a new best evaluation saves none."""
+
+    def workers(self, device: torch.device) -> int:
+        """Processes that read ahead of a training on `device`."""
+        if self.data_workers is not None:
+            return self.data_workers
+        return 4 if device.type == "cuda" else 0
 
     @model_validator(mode="after")
     def _agree(self) -> "TrainOptions":

@@ -141,7 +141,7 @@ def train(
         seed=options.seed,
         visible_slots=method.visible_slots(draft_section, config.block_size),
     )
-    workers = options.data_workers if options.data_workers is not None else (4 if device.type == "cuda" else 0)
+    workers = options.workers(device)
     batches = TrainingBatches(plan, sampler, training, rank=rank, num_ranks=ranks, workers=workers, device=device)
     evaluation = None
     if held_out:

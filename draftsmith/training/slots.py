@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.rounding import round_up
 
 Batch = TypeVar("Batch")
 
@@ -165,7 +166,7 @@ class _Unpickler(pickle.Unpickler):
 
 def aligned(size: int) -> int:
     """So many bytes, rounded up to where the next tensor may begin."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return round_up(size, _ALIGNMENT)
 
 
 def _view(memory: Tensor, place: _Place) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafts.backbone import WRAPPED_SUBLAYERS
+from draftsmith.drafts.backbone import is_added
 from draftsmith.drafts.checks import DraftConfigError
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, file_name
@@ -116,7 +116,7 @@ class WarmStart:
 
     def _fit(self, config: DraftConfig, state: Mapping[str, Tensor]) -> Fit:
         wanted = {file_name(name): (name, tensor) for name, tensor in state.items()}
-        added = {canonical for canonical, (name, _) in wanted.items() if _is_added(name)}
+        added = {canonical for canonical, (name, _) in wanted.items() if is_added(name)}
         partial = bool(added & self.tensors.keys())
         fresh = set() if partial else added
         faults = []
@@ -170,12 +170,6 @@ def read_warm_start(directory: str) -> WarmStart:
     if found.ignored:
         remarks.append(f"drafts have no {', '.join(found.ignored)}; not loaded")
     return WarmStart(directory, found.layout, config, found.tensors, tuple(remarks))
-
-
-def _is_added(name: str) -> bool:
-    """Whether a parameter (by its name in the draft) belongs to what a plain draft does not have."""
-    parts = name.split(".")
-    return parts[0] == "head" or any(part in WRAPPED_SUBLAYERS for part in parts)
 
 
 def shown(value: Any) -> str:
