@@ -206,7 +206,7 @@ def run_overview(path: Path) -> RenderableType:
             parts.append(facts(f"{place.name}: {place}", detail(place)))
     files = {
         file.name: readable_bytes(file.stat().st_size)
-        for file in (run.answers, run.bench_json, run.bench_page)
+        for file in (run.answers, run.bench_json, run.bench_lines, run.bench_page, run.tuned)
         if file.is_file()
     }
     stages = sorted(stamp.stem for stamp in (path / STAGES).glob("*.json"))

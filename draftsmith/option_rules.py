@@ -1,25 +1,16 @@
 """Which options of a command go together: what would be ignored is refused by name, before anything is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith.errors import DraftsmithError
 
+if TYPE_CHECKING:
+    from draftsmith.capture.imports import ImportOptions
+
 CHECKED_IMPORTS = 2
 """How many imported documents are compared with the target's own features, unless the user says."""
-
-
-@dataclass(frozen=True)
-class ImportRequest:
-    """What `capture --import` is asked for: the files' directory, whose they are, the layers (0-based) and the final
-    state that they hold, and how many documents to compare with what the target computes."""
-
-    directory: Path
-    source: str
-    tap_ids: tuple[int, ...]
-    final_state: str
-    check_samples: int
 
 
 def refuse_together(option: str, given: bool, others: Mapping[str, bool], because: str) -> None:
@@ -44,11 +35,11 @@ def import_request(
     check_samples: int | None,
     *,
     remask: bool,
-) -> ImportRequest | None:
-    """The options of `capture` about imported files as a request, None where `--import` is not given.
+) -> "ImportOptions | None":
+    """The options of `capture` about imported files, None where `--import` is not given.
 
     Raises `DraftsmithError` for options that go with `--import` where it is missing, for `--remask` beside it, for what
-    files do not say and nobody has said, and for values that are no layers or no count.
+    files do not say and nobody has said, for values that are no layers, and as `ImportOptions`.
     """
     said = {"--from": source, "--tap-ids": tap_ids, "--final-state": final_state}
     given = {name: value is not None for name, value in said.items()}
@@ -61,10 +52,10 @@ def import_request(
         raise DraftsmithError(
             f"--import needs what the files do not say: {', '.join(said)} ({', '.join(missing)} missing)"
         )
+    from draftsmith.capture.imports import ImportOptions  # brings torch along, which other commands need not wait for
+
     checked = CHECKED_IMPORTS if check_samples is None else check_samples
-    if checked < 0:
-        raise DraftsmithError(f"--check-samples is {checked}; give a number of documents, or 0 to compare none")
-    return ImportRequest(directory, source, _layers(tap_ids), final_state, checked)
+    return ImportOptions(directory, source, _layers(tap_ids), final_state, checked)
 
 
 def _layers(text: str) -> tuple[int, ...]:

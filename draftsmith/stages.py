@@ -13,17 +13,29 @@ from draftsmith.launcher import local_rank, process_count
 from draftsmith.outline import TargetOutline, provenance
 from draftsmith.progress import Progress
 from draftsmith.recipe import Recipe
+from draftsmith.regenerate import RegenerateOptions
 from draftsmith.stamps import Stamps
 from draftsmith.targets.target import Target
 
-WITHOUT_EFFECT: dict[str, set[str]] = {
-    "target": {"device"},
-    "regenerate": {"endpoint", "batch_size"},
-    "capture": {"tokens_per_batch", "force", "sglang", "vllm"},
-    "train": {"device", "data_workers", "attention", "compile", "graphs", "gradient_checkpointing", "parallel"},
+_NEVER: dict[str, frozenset[str]] = {
+    "target": frozenset({"device"}),
+    "regenerate": RegenerateOptions.WITHOUT_EFFECT,
+    "capture": frozenset({"tokens_per_batch", "force", "sglang", "vllm"}),
+    "train": frozenset(
+        {"device", "data_workers", "attention", "compile", "graphs", "gradient_checkpointing", "parallel"}
+    ),
 }
-"""Section -> fields that are no part of a stage's settings: where and how fast work is done changes nothing about what
-comes out."""
+# The target's fused kernels are those of cached forwards, and features come from its own code.
+_NOT_FOR_FEATURES = _NEVER | {"target": frozenset({"device", "fuse"})}
+
+WITHOUT_EFFECT: dict[str, dict[str, frozenset[str]]] = {
+    "regenerate": _NEVER,
+    "capture": _NOT_FOR_FEATURES,
+    "train": _NOT_FOR_FEATURES,
+    "bench": _NEVER,
+}
+"""Stage -> section -> fields that are no part of the stage's settings: where and how fast work is done changes nothing
+about what comes out. (What `bench` measures does depend on the machine, which it puts among its settings itself.)"""
 
 
 class Stages:
@@ -66,10 +78,11 @@ class Stages:
         outline = self._outline()
         return provenance(outline, outline.tokenizer, self.recipe.data)
 
-    def _settings(self, *sections: str) -> dict[str, Any]:
-        """The recipe's sections as a stage's settings: what its output depends on."""
+    def _settings(self, stage: str, *sections: str) -> dict[str, Any]:
+        """The recipe's sections as settings of `stage`: what its output depends on."""
+        left_out = WITHOUT_EFFECT[stage]
         return {
-            name: getattr(self.recipe, name).model_dump(mode="json", exclude=WITHOUT_EFFECT.get(name))
+            name: getattr(self.recipe, name).model_dump(mode="json", exclude=set(left_out.get(name, ())))
             for name in sections
         }
 

@@ -19,13 +19,13 @@ class Stamps:
     """The stamps of one run directory: per stage a JSON file with its settings and whether it is finished.
 
     `redo`: what happens to a stage whose settings have changed: True, its outputs are removed and it runs again; False,
-    it is an error that names the changed settings. `without_effect`: section -> fields that are not compared; a stamp
-    may hold them, written when they counted.
+    it is an error that names the changed settings. `without_effect`: stage -> section -> fields that are not compared;
+    a stamp may hold them, written when they counted.
     """
 
     run: Path
     redo: bool
-    without_effect: Mapping[str, Collection[str]] = field(default_factory=dict)
+    without_effect: Mapping[str, Mapping[str, Collection[str]]] = field(default_factory=dict)
 
     def perform(
         self,
@@ -83,16 +83,16 @@ class Stamps:
             return None
         try:
             stamp = json.loads(path.read_text(encoding="utf-8"))
-            return {"settings": self._compared(stamp["settings"]), "finished": stamp["finished"]}
+            return {"settings": self._compared(stage, stamp["settings"]), "finished": stamp["finished"]}
         except (KeyError, TypeError, ValueError) as error:
             raise DraftsmithError(
                 f"{path} is damaged ({error}); remove it to run the stage `{stage}` again from what its outputs hold"
             ) from error
 
-    def _compared(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _compared(self, stage: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings without the fields that have no effect."""
         compared = dict(settings)
-        for section, fields in self.without_effect.items():
+        for section, fields in self.without_effect.get(stage, {}).items():
             if isinstance(compared.get(section), dict):
                 compared[section] = {name: value for name, value in compared[section].items() if name not in fields}
         return compared

@@ -18,7 +18,6 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.files import file_sha256
 from draftsmith.features.manifest import MANIFEST_FILE, StoreError, read_manifest
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.option_rules import ImportRequest
 from draftsmith.stages import Stages, one_process, use_own_device
 from draftsmith.training.warm_start import read_warm_start
 
@@ -66,14 +65,13 @@ class StoreStages(Stages):
 
         self._perform("capture", self._capture_settings(), directory, work, fresh=False, keep_changed=True)
 
-    def import_features(self, request: ImportRequest, *, fresh: bool = False) -> None:
-        """Feature files of another project -> the feature store `features/`; the request says what files do not."""
+    def import_features(self, files: ImportOptions, *, fresh: bool = False) -> None:
+        """Feature files of another project -> the feature store `features/`; the options say what files do not."""
         one_process("--import")
         recipe, directory = self.recipe, self.recipe.features
-        files = ImportOptions(request.directory, request.source, request.tap_ids, request.final_state)
 
         def work() -> None:
-            if request.check_samples:
+            if files.check_samples:
                 _ = self.target
             outline, layout = self._outline(), self._capture_layout()
             samples: list[Sample] = []
@@ -89,8 +87,7 @@ class StoreStages(Stages):
                 max_length=outline.max_position_embeddings,
                 samples=samples,
                 norm=outline.final_norm() if pre_norm else None,
-                check=HfBackend(self.target, layout) if request.check_samples else None,
-                check_samples=request.check_samples,
+                check=HfBackend(self.target, layout) if files.check_samples else None,
                 progress=self.progress,
             )
             for line in report.lines():
@@ -98,7 +95,7 @@ class StoreStages(Stages):
 
         settings = {
             "import": [str(files.directory), files.source, list(files.tap_ids), files.final_state],
-            **self._settings("target", "draft", "capture"),
+            **self._settings("capture", "target", "draft", "capture"),
             "data": self._template_settings(),
         }
         self._perform("capture", settings, directory, work, fresh=fresh, parts=self._files(fresh))
@@ -136,7 +133,7 @@ class StoreStages(Stages):
                 **section.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
                 **({"num_hidden_layers": section.num_hidden_layers} if by_depth else {}),
             },
-            **self._settings("target", "capture"),
+            **self._settings("capture", "target", "capture"),
             **self._data_settings(),
         }
 

@@ -1,8 +1,9 @@
 """The stages of one run, each a method: what they read and write, and when they need not run again."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import figures
 from draftsmith.bench.headline import summary_lines
+from draftsmith.bench.machine import machine
 from draftsmith.bench.measure import bench, write_benchmark
 from draftsmith.bench.records import VERSION, BenchReport, read_report
 from draftsmith.bench.tune import tune
 from draftsmith.blocks.accept import counted_verifies
 from draftsmith.capture.backends import BACKENDS
-from draftsmith.data.chat import render_prompt, stop_token_ids
+from draftsmith.data.chat import answer_text, render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
 from draftsmith.data.prompts import find_prompts
@@ -85,8 +87,8 @@ class Workspace(StoreStages):
             )
 
         settings = {
-            "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
-            **self._settings("target", "regenerate"),
+            "prompts": [asdict(prompt) for prompt in prompts],
+            **self._settings("regenerate", "target", "regenerate"),
             "data": self._template_settings(),
         }
         # Whether answers that are there may stay is said beside them, and not by this stage's settings.
@@ -134,11 +136,12 @@ class Workspace(StoreStages):
             if result.interrupted_by is not None:
                 self.say(f"training: stopped at step {result.step} of {result.total_steps} and saved; --resume goes on")
                 raise KeyboardInterrupt
-            self.say(f"training: {result.step:,} steps; checkpoints and metrics in {directory}")
+            best = "" if result.best_step is None else f", the best at {result.best_step:,}"
+            self.say(f"training: {result.step:,} steps{best}; checkpoints and metrics in {directory}")
 
-        settings = self._settings("draft", "train")
+        settings = self._settings("train", "draft", "train")
         if online:
-            settings |= {**self._settings("target", "capture"), **self._data_settings()}
+            settings |= {**self._settings("train", "target", "capture"), **self._data_settings()}
         else:
             settings |= {"features": file_sha256(recipe.features / MANIFEST_FILE)}
         self._perform("train", settings, directory, work, fresh=fresh, keep_changed=resume)
@@ -198,8 +201,9 @@ class Workspace(StoreStages):
             "drafts": {entry.name: directory_fingerprint(d) for entry, d in zip(entries, directories, strict=True)},
             "tuned": None if tuning is None else tuning.model_dump(mode="json"),
             "format": VERSION,
-            "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
-            **self._settings("target", "bench"),
+            "machine": machine(self.target.device),
+            "prompts": [asdict(prompt) for prompt in prompts],
+            **self._settings("bench", "target", "bench"),
             "data": self._template_settings(),
         }
         self._perform("bench", settings, recipe.bench_json, work, fresh=fresh, redo=True)
@@ -250,7 +254,7 @@ class Workspace(StoreStages):
         generations = generate(self.target, loaded, prompts, stop_token_ids=self.stop_ids, options=options, **sampling)
         seconds = time.perf_counter() - start
         for generation in generations:
-            print(tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+            print(answer_text(generation.token_ids, tokenizer))
         tokens = sum(len(generation.token_ids) for generation in generations)
         lengths = [n for one in generations for n in counted_verifies(one.accept_lengths, one.finish_reason)]
         detail = "" if plain or not lengths else f", accept length {sum(lengths) / len(lengths):.2f}"
@@ -311,7 +315,7 @@ def export_directory(
     """The export of a run directory (or of the training directory inside one), for which its recipe is not needed.
 
     out None: `draft/` in the run directory. target None: where the run's features came from. The card names the accept
-    length of the run's benchmark if that measured these very weights.
+    length of the run's benchmark if that measured these very weights, with nothing that holds proposals back.
     """
     one_process("export")
     training = run if (run / RECORD_FILE).is_file() else RunDirectory(run).training
@@ -319,7 +323,7 @@ def export_directory(
     directory = out or files.draft_directory
     measured: dict[str, float] = {}
     bench = Stamps(files.run, redo=False).finished("bench")
-    if bench is not None and files.bench_json.is_file():
+    if bench is not None and _proposes_all(bench) and files.bench_json.is_file():
         report = read_report(files.bench_json)
         for draft in report.drafts:
             length = figures(report, draft, report.batch_sizes[0]).accept_length
@@ -327,6 +331,13 @@ def export_directory(
                 measured[str(bench["drafts"][draft.name])] = length.value
     exported = export_run(training, options, directory, target=target, measured=measured)
     say(f"draft: step {exported.step:,} in layout {options.layout} at {directory}; reads back as it was written")
+
+
+def _proposes_all(bench: Mapping[str, Any]) -> bool:
+    """Whether a benchmark with these settings let drafts propose whole blocks, as far as the settings say: those of
+    `tune`, fewer proposals, and a method's own options (a threshold, say) make shorter accept lengths."""
+    engine = bench["bench"]["engine"]
+    return bench["tuned"] is None and engine["num_proposals"] is None and not engine["proposer"]
 
 
 def draft_names(directories: Sequence[Path]) -> list[str]:

@@ -87,6 +87,15 @@ def write_recipe(directory, target, **sections):
     return path
 
 
+def walked(directory, target):
+    """A recipe in `directory` whose run has been walked from end to end."""
+    recipe = write_recipe(directory, target)
+    for command in ("regenerate", "capture", "train", "export", "bench"):
+        status, _, errors = run(command, recipe)
+        assert status == 0, errors
+    return recipe
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return save_target(tmp_path_factory.mktemp("target"))
@@ -95,11 +104,7 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, target):
     """A recipe whose run has been walked from end to end."""
-    recipe = write_recipe(tmp_path_factory.mktemp("done"), target)
-    for command in ("regenerate", "capture", "train", "export", "bench"):
-        status, _, errors = run(command, recipe)
-        assert status == 0, errors
-    return recipe
+    return walked(tmp_path_factory.mktemp("done"), target)
 
 
 # --- the whole way --------------------------------------------------------------------------------------------------
@@ -118,71 +123,6 @@ def test_a_run_holds_what_each_stage_promises(done):
     assert found.prompts == 3
     assert "<svg" in (directory / "bench.html").read_text()
     assert len((directory / "bench.jsonl").read_text().splitlines()) > 6
-
-
-def test_a_finished_stage_is_not_run_again(done):
-    directory = done.parent / "run"
-    watched = [path for path in directory.rglob("*") if path.is_file() and path.parent.name != "draft"]
-    before = {path: path.stat().st_mtime_ns for path in watched}
-    for command in ("regenerate", "capture", "train", "bench"):
-        status, _, errors = run(command, done)
-        assert status == 0
-        assert "done already" in errors
-    assert {path: path.stat().st_mtime_ns for path in watched} == before
-
-
-def test_how_a_step_is_computed_is_no_setting_of_a_training(done):
-    """Neither now nor where the stamp was written when it still was one."""
-    stamp = done.parent / "run" / "stages" / "train.json"
-    content = json.loads(stamp.read_text())
-    assert "graphs" not in content["settings"]["train"]
-    content["settings"]["train"] |= {"attention": "auto", "graphs": False}
-    stamp.write_text(json.dumps(content))
-    status, _, errors = run("train", done, "train.attention=dense", "train.compile=false")
-    assert status == 0, errors
-    assert "train: done already" in errors
-    assert "train.lr: 0.0006 then, 0.1 now" in fails("train", done, "train.lr=0.1")
-
-
-def test_changed_settings_are_refused_by_name_and_fresh_makes_anew(tmp_path, target):
-    recipe = write_recipe(tmp_path, target)
-    run("regenerate", recipe)
-    message = fails("regenerate", recipe, "regenerate.max_new_tokens=5")
-    assert "answers made with other settings: max_new_tokens was 12, now 5" in message
-    assert "--fresh" in message
-    # A refused change leaves what was there, and how many are answered at a time changes nothing.
-    status, _, errors = run("regenerate", recipe, "regenerate.batch_size=2")
-    assert "done already" in errors
-    status, _, errors = run("regenerate", recipe, "regenerate.max_new_tokens=5", "--fresh")
-    assert status == 0, errors
-
-
-def test_answers_stay_where_prompts_are_added_and_not_where_they_change(tmp_path, target):
-    recipe = write_recipe(tmp_path, target)
-    run("regenerate", recipe)
-    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    answers = (tmp_path / "run" / "answers.jsonl").read_text()
-    write_lines(tmp_path / "prompts.jsonl", [*prompts, {"id": "more", "prompt": "say g"}])
-    status, _, errors = run("regenerate", recipe)
-    assert status == 0, errors
-    assert "1 prompts answered" in errors
-    assert "6 there before" in errors
-    assert (tmp_path / "run" / "answers.jsonl").read_text().startswith(answers)
-    write_lines(tmp_path / "prompts.jsonl", [{**prompts[0], "prompt": "say something else"}, *prompts[1:]])
-    assert "'p0' was asked something else then; write to another file" in fails("regenerate", recipe)
-
-
-def test_a_capture_follows_the_depth_of_a_draft_that_names_no_taps(tmp_path, target):
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    talks = write_lines(tmp_path / "talks.jsonl", [{"messages": talk}])
-    recipe = write_recipe(tmp_path, target, draft={"num_taps": None}, data={"conversations": str(talks)})
-    assert run("capture", recipe)[0] == 0
-    message = fails("capture", recipe, "draft.num_hidden_layers=2", "draft.layer_types=null")
-    assert "draft.num_hidden_layers: 1 then, 2 now" in message
-    status, _, errors = run("capture", recipe, "draft.num_hidden_layers=2", "draft.num_taps=1", "--fresh")
-    assert status == 0, errors
-    status, _, errors = run("capture", recipe, "draft.num_hidden_layers=3", "draft.num_taps=1")
-    assert "done already" in errors
 
 
 def test_generate_speculative_equals_plain(done):
@@ -221,7 +161,11 @@ def test_inspect_tells_directories_apart(done):
     assert "step 3" in shown["train"]
     assert "zlab" in shown["draft"]
     assert "float32" in shown["draft"]
-    assert all(part in shown[""] for part in ("answers.jsonl", "features", "train", "draft"))
+    files = ("answers.jsonl", "bench.json", "bench.jsonl", "bench.html", "tuned.json")
+    assert [name for name in (*files, "features", "train", "draft") if name not in shown[""]] == ["tuned.json"]
+    (directory / "tuned.json").write_text("{}")
+    assert "tuned.json" in run("inspect", directory)[1]
+    (directory / "tuned.json").unlink()
 
 
 def test_training_goes_on_to_more_steps(tmp_path, target):

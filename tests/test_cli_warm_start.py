@@ -149,3 +149,20 @@ def test_the_card_quotes_the_benchmark_of_these_weights(done):
     assert status == 0, said
     assert "| accept length, measured | not measured |" in (directory / "draft" / "README.md").read_text()
     assert Path(directory / "draft" / "config.json").read_text().count('"yarn"') == 2
+
+
+def test_the_card_quotes_no_benchmark_that_held_proposals_back(done, tmp_path):
+    directory, tuned = done.parent / "run", tmp_path / "tuned.json"
+    card = directory / "draft" / "README.md"
+    asked = ("--block-size", 2, "--out", tuned, "bench.limit=1", "bench.max_new_tokens=4")
+    status, _, said = run("tune", done, *asked)
+    assert status == 0, said
+    for options, length in (
+        (("--tuned", tuned), "not measured"),
+        (("bench.engine.num_proposals=1",), "not measured"),
+        ((), r"\d\.\d\d tokens a verify"),
+    ):
+        status, _, said = run("bench", done, *options, "bench.max_new_tokens=8")
+        assert status == 0, said
+        walk(done, "export")
+        assert re.search(rf"\| accept length, measured \| {length} \|", card.read_text()), options

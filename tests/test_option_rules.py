@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.capture.imports import ImportOptions
 from draftsmith.errors import DraftsmithError
-from draftsmith.option_rules import CHECKED_IMPORTS, ImportRequest, import_request
+from draftsmith.option_rules import CHECKED_IMPORTS, import_request
 from draftsmith.recipe import Recipe
 from draftsmith.stages import WITHOUT_EFFECT
 from tests.test_cli import fails
@@ -52,7 +53,7 @@ def test_options_that_would_be_ignored_are_refused(arguments: tuple[str, ...], n
 def test_an_import_says_all_or_is_none(tmp_path: Path) -> None:
     assert import_request(None, None, None, None, None, remask=True) is None
     asked = import_request(tmp_path, "modelopt", "9,1", "pre_norm", None, remask=False)
-    assert asked == ImportRequest(tmp_path, "modelopt", (9, 1), "pre_norm", CHECKED_IMPORTS)
+    assert asked == ImportOptions(tmp_path, "modelopt", (9, 1), "pre_norm", CHECKED_IMPORTS)
     unchecked = import_request(tmp_path, "modelopt", "9", "none", 0, remask=False)
     assert unchecked is not None
     assert unchecked.check_samples == 0
@@ -67,7 +68,8 @@ def test_an_import_says_all_or_is_none(tmp_path: Path) -> None:
 
 def test_settings_without_effect_are_fields_of_the_recipe() -> None:
     """A field that was renamed would count as a setting without a word."""
-    for section, fields in WITHOUT_EFFECT.items():
-        options = Recipe.model_fields[section].annotation
-        assert options is not None
-        assert fields <= set(options.model_fields), section
+    for stage, sections in WITHOUT_EFFECT.items():
+        for section, fields in sections.items():
+            options = Recipe.model_fields[section].annotation
+            assert options is not None
+            assert fields <= set(options.model_fields), (stage, section)

@@ -53,7 +53,8 @@ def test_what_no_longer_counts_as_a_setting_is_not_compared(tmp_path):
     work = Work(tmp_path / "out")
     written = {"train": {"lr": 1, "graphs": True}, "features": "sum"}
     Stamps(tmp_path, redo=False).perform("train", written, [work.output], work)
-    stamps = Stamps(tmp_path, redo=True, without_effect={"train": {"graphs"}, "features": {"graphs"}})
+    without = {"train": {"train": {"graphs"}, "features": {"graphs"}}, "bench": {"train": {"lr"}}}
+    stamps = Stamps(tmp_path, redo=True, without_effect=without)
     assert not stamps.perform("train", {"train": {"lr": 1}, "features": "sum"}, [work.output], work)
     assert stamps.perform("train", {"train": {"lr": 2}, "features": "sum"}, [work.output], work)
 

@@ -2,19 +2,15 @@
 
 import json
 import logging
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry, RunningDecoder, Timed, describe, request
 from draftsmith.bench.figures import all_figures
+from draftsmith.bench.machine import machine
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.page import render_page
 from draftsmith.bench.records import (
@@ -265,15 +261,9 @@ class _Bench:
 
 
 def _setting(target: Target, options: BenchOptions) -> dict[str, Any]:
-    device = target.device
     return {
         "target": str(target.source),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or str(device),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **machine(target.device),
         **options.model_dump(mode="json"),
     }

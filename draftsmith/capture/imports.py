@@ -41,12 +41,14 @@ LARGEST_DIFFERENCE = 0.25
 class ImportOptions:
     """What the files do not say. directory, source: where they lie and whose they are (a name in `foreign.FORMATS`);
     tap_ids: the 0-based layers whose outputs they hold, in their order; final_state: `post_norm`, `pre_norm`, or
-    `none` where they hold none or it is not to be used. Raises `DraftsmithError` for names that are not known."""
+    `none` where they hold none or it is not to be used; check_samples: so many documents are compared with what the
+    target computes. Raises `DraftsmithError` for names that are not known."""
 
     directory: Path
     source: str
     tap_ids: tuple[int, ...]
     final_state: str
+    check_samples: int = 0
 
     def __post_init__(self) -> None:
         if self.source not in FORMATS:
@@ -56,6 +58,10 @@ class ImportOptions:
         fault = tap_fault(self.tap_ids, None, "--tap-ids")
         if fault is not None:
             raise DraftsmithError(fault)
+        if self.check_samples < 0:
+            raise DraftsmithError(
+                f"--check-samples is {self.check_samples}; give a number of documents, or 0 to compare none"
+            )
         if not self.directory.is_dir():
             raise DraftsmithError(f"--import: there is no directory {self.directory}")
 
@@ -71,17 +77,18 @@ def import_features(
     samples: Sequence[Sample] = (),
     norm: Callable[[Tensor], Tensor] | None = None,
     check: CaptureBackend | None = None,
-    check_samples: int = 0,
     progress: Progress | None = None,
 ) -> CaptureReport:
     """Write the files of `source` into a store of `layout` (in `options.dtype`), resuming what is there by id.
 
     `provenance` and `max_length` (the target's positions) are taken on the caller's word. `samples` give loss masks to
     files that have none, found by equal tokens. `norm` turns a state before the target's final norm into the one after
-    it. `check` is the target itself: the first `check_samples` documents are computed and compared with the files.
+    it. `check` is the target itself, for the first `source.check_samples` documents, which are computed and compared
+    with the files.
 
     Raises `DraftsmithError` for a file that is damaged or has other fields or widths, for layers or a final state that
-    `layout` needs and the files do not hold, where a document differs from what `check` computes, and as `capture`.
+    `layout` needs and the files do not hold, where a document differs from what `check` computes, where documents are to be compared and
+    `check` is missing, and as `capture`.
     """
     start = time.monotonic()
     directory = Path(directory)
@@ -108,9 +115,10 @@ def import_features(
     estimate = estimate_of(len(files), tokens, layout, directory)
     logger.info("import: about %s (%d samples finished before)", estimate, len(finished))
     check_room(estimate, layout, directory, options.force)
-    if check is not None:
-        for path in islice(files, check_samples):
-            compare(check, reader.read(path), path, reader, layout)
+    for path in islice(files, source.check_samples):
+        if check is None:
+            raise DraftsmithError(f"{source.check_samples} documents are to be compared, and `check` is None")
+        compare(check, reader.read(path), path, reader, layout)
 
     refusals = Refusals(len(files), options.max_refused_share)
     captured = 0

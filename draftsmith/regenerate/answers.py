@@ -61,10 +61,13 @@ class AnswerFile:
             os.fsync(file.fileno())
 
     def finish(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """Puts the answers in the prompts' order, and returns them."""
-        by_id = {record["id"]: record for _, record in read_records(self.path)}
-        ordered = [by_id[prompt.id] for prompt in prompts]
-        if list(by_id) != [prompt.id for prompt in prompts]:
+        """Puts the answers in the prompts' order, under the categories that these have now, and returns them."""
+        found = [record for _, record in read_records(self.path)]
+        by_id = {record["id"]: record for record in found}
+        ordered = [
+            answer_record(prompt, by_id[prompt.id]["messages"], by_id[prompt.id]["finish_reason"]) for prompt in prompts
+        ]
+        if found != ordered:
             _write_durably(self.path, "".join(_line(record) for record in ordered))
         return ordered
 
@@ -109,6 +112,12 @@ class AnswerFile:
         with self.path.open("r+b") as file:
             file.truncate(whole)
             os.fsync(file.fileno())
+
+
+def answer_record(prompt: Prompt, messages: list[dict[str, str]], finish_reason: str) -> dict[str, Any]:
+    """A line of the file: {id, category?, messages, finish_reason}."""
+    category = {} if prompt.category is None else {"category": prompt.category}
+    return {"id": prompt.id, **category, "messages": messages, "finish_reason": finish_reason}
 
 
 def _line(record: Mapping[str, Any]) -> str:

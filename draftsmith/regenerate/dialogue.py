@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 from draftsmith.data.prompts import Prompt
+from draftsmith.regenerate.answers import answer_record
 
 
 class Dialogue:
@@ -37,7 +38,5 @@ class Dialogue:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def record(self) -> dict[str, Any]:
-        """The line of the output: {id, category?, messages, finish_reason}."""
-        category = {} if self.prompt.category is None else {"category": self.prompt.category}
-        messages = self.prompt.conversation(self._answers)
-        return {"id": self.prompt.id, **category, "messages": messages, "finish_reason": self._finish_reason}
+        """The line of the output, as `answer_record`."""
+        return answer_record(self.prompt, self.prompt.conversation(self._answers), self._finish_reason)

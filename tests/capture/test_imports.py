@@ -104,6 +104,7 @@ WRITERS: dict[str, tuple[Callable[[Path, int, Sample], Path], str, str]] = {
 def run(
     files: Path, source: str, final_state: str, store: Path, tap_ids: tuple[int, ...] = HELD, **changes: Any
 ) -> CaptureReport:
+    checked = changes.pop("check_samples", 0)
     arguments: dict[str, Any] = {
         "layout": LAYOUT,
         "directory": store,
@@ -115,7 +116,7 @@ def run(
         **changes,
     }
     with torch.no_grad():
-        return import_features(ImportOptions(files, source, tap_ids, final_state), **arguments)
+        return import_features(ImportOptions(files, source, tap_ids, final_state, checked), **arguments)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -166,6 +167,8 @@ def test_layers_and_norms_that_are_not_what_was_said_are_found(tmp_path: Path) -
     )
     with pytest.raises(DraftsmithError, match="differs from what the target computes"):
         run(tmp_path / "other", "specforge", "post_norm", tmp_path / "c", **check)
+    with pytest.raises(DraftsmithError, match="1 documents are to be compared, and `check` is None"):
+        run(tmp_path / "post", "specforge", "post_norm", tmp_path / "c", check_samples=1)
     assert not any((tmp_path / name).exists() for name in "abc")
 
 
@@ -265,6 +268,7 @@ def test_documents_without_masks_need_conversations(tmp_path: Path) -> None:
         ((".", "specforge", (1,), "normed"), "--final-state is 'normed'"),
         ((".", "specforge", (1, 1), "none"), r"--tap-ids is \[1, 1\], which repeats"),
         ((".", "specforge", (), "none"), "--tap-ids is empty"),
+        ((".", "specforge", (1,), "none", -1), "--check-samples is -1"),
         (("nowhere", "specforge", (1,), "none"), "there is no directory nowhere"),
     ],
 )

@@ -179,6 +179,19 @@ def test_other_settings_or_prompts_are_refused(target: Target, tmp_path: Path) -
     assert out.read_bytes() == before
 
 
+def test_a_prompt_that_was_put_elsewhere_keeps_its_answer(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    regenerate(target, PROMPTS[:2], out, OPTIONS)
+    before = lines(out)
+    moved = [replace(PROMPTS[1], category="new"), replace(PROMPTS[0], category=None)]
+    assert regenerate(target, moved, out, OPTIONS).answered == 0
+    answers = {record["id"]: record["messages"] for record in before}
+    assert [(record["id"], record.get("category"), record["messages"]) for record in lines(out)] == [
+        ("a", "new", answers["a"]),
+        ("b", None, answers["b"]),
+    ]
+
+
 def test_a_damaged_file_is_refused(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     regenerate(target, PROMPTS[:2], out, OPTIONS)
