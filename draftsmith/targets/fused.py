@@ -21,8 +21,7 @@ from draftsmith.kernels.skinny_linear import linear_or_addends
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.joining import GatedMLP, Layer, Linear, join_layer, norm_epsilon, style_of
-from draftsmith.targets.rope import length_dependent_type
+from draftsmith.targets.joining import STYLES, GatedMLP, Layer, Linear, fusing_fault, join_layer, norm_epsilon
 from draftsmith.targets.taps import tap_layers
 
 # Positions of the angle tables past the model's own last one: room for a block that begins within it.
@@ -163,9 +162,15 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ke
     a few tokens, for the comparison of both ways. Raises `DraftsmithError` for a model that cannot be fused, by name,
     and for one whose fused results are not its own; the model's own code computes what it did in either case.
     """
-    style = style_of(decoder.layers)
+    fault = fusing_fault(decoder, config)
+    if fault is not None:
+        raise DraftsmithError(
+            f"this target ({type(decoder).__name__}) cannot be fused: {fault}. Set target.fuse to 'auto' or 'off': its "
+            "own code then runs"
+        )
+    style = STYLES[type(decoder.layers[0]).__name__]
     ropes = _layer_ropes(decoder, config, style.rope_by_layer_type)
-    epsilon = norm_epsilon(decoder.layers)
+    epsilon = norm_epsilon(decoder)
     ids = torch.arange(1, 1 + cache.max_length, device=cache.keys[0].device)[None] % config.vocab_size
     positions = torch.arange(cache.max_length, device=ids.device)[None]
     recorder = _Recorder(cache, positions)
@@ -213,12 +218,6 @@ class _Recorder(CachedAttention):
 
 def _layer_ropes(decoder: Any, config: Any, by_layer_type: bool) -> list[tuple[Tensor, Tensor]]:
     """(cos, sin) [positions, rotary] of every layer, from the model's own rotary module."""
-    rope_type = length_dependent_type(config)
-    if rope_type is not None:
-        raise DraftsmithError(
-            f"the target's rope of type {rope_type!r} depends on the length of the text and cannot be fused (set "
-            "target.fuse to 'off')"
-        )
     weight = decoder.norm.weight
     positions = torch.arange(config.max_position_embeddings + _TABLE_MARGIN, device=weight.device)[None]
     sample = weight.new_empty(1, 1, 1)
@@ -248,5 +247,6 @@ def _compare(name: str, found: Tensor, expected: Tensor, inputs: Tensor) -> None
     if not bool((difference <= allowed).all()):
         raise DraftsmithError(
             f"{name} gives other states fused than by its own code (differences {difference.flatten().tolist()} of "
-            f"what it adds, {added.flatten().tolist()}); load it with target.fuse 'off', and report this model"
+            f"what it adds, {added.flatten().tolist()}). Set target.fuse to 'off' (its own code then runs), and report "
+            "this model, so that it can be fused"
         )

@@ -4,15 +4,15 @@ Joining moves the values: the model's own parameters become views of the joined 
 on computing what it did, and memory does not double.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.gated_activation import ACTIVATIONS
 from draftsmith.kernels.joined import join_rows
+from draftsmith.targets.rope import length_dependent_type
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,54 @@ class Layer:
     mlp_post_norm: Tensor | None
 
 
-def style_of(layers: Sequence[nn.Module]) -> BlockStyle:
-    """The style of a model's layers. Raises `DraftsmithError` for kinds of layer that cannot be fused."""
-    kinds = {type(layer).__name__ for layer in layers}
-    unknown = sorted(kinds - set(STYLES))
-    if unknown or len(kinds) != 1:
-        raise DraftsmithError(
-            f"layers of kind {', '.join(sorted(kinds))} cannot be fused; known are {', '.join(sorted(STYLES))} "
-            "(set target.fuse to 'off': the model's own code then runs)"
-        )
-    return STYLES[kinds.pop()]
+def fusing_fault(decoder: Any, config: Any) -> str | None:
+    """Why a Hugging Face decoder cannot be fused, for a message that names the target; None where nothing speaks
+    against it. config: its text configuration."""
+    return next(_faults(decoder, config), None)
+
+
+def _faults(decoder: Any, config: Any) -> Iterator[str]:
+    kinds = sorted({type(layer).__name__ for layer in decoder.layers})
+    if len(kinds) != 1 or kinds[0] not in STYLES:
+        yield f"its layers are of kind {', '.join(kinds)}; allowed: all of one kind of {', '.join(sorted(STYLES))}"
+        return
+    rope_type = length_dependent_type(config)
+    if rope_type is not None:
+        yield f"its rope of type {rope_type!r} depends on the length of the text; allowed: angles by position"
+    epsilons = _epsilons(decoder)
+    if len(epsilons) != 1 or None in epsilons:
+        yield f"its norms have the epsilons {', '.join(sorted(map(str, epsilons))) or 'none'}; allowed: one for all"
+    gated = [layer.mlp for layer in decoder.layers if _is_gated(layer.mlp)]
+    if gated and _activation(config) not in ACTIVATIONS:
+        yield f"its activation is {_activation(config)!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}"
+    for index, layer in enumerate(decoder.layers):
+        for name, fault in _projection_faults(layer):
+            yield f"layer {index}: {name} {fault}"
+
+
+def _projection_faults(layer: Any) -> Iterator[tuple[str, str]]:
+    """(names of projections, what is wrong with them) of a layer, group by group of those that are joined."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = [(attention, ("q_proj", "k_proj", "v_proj")), (attention, ("o_proj",))]
+    if _is_gated(mlp):
+        groups += [(mlp, ("gate_proj", "up_proj")), (mlp, ("down_proj",))]
+    for parent, names in groups:
+        modules = [getattr(parent, name) for name in names]
+        for name, module in zip(names, modules, strict=True):
+            if type(module) is not nn.Linear:
+                yield name, f"is a {type(module).__name__}; allowed: a plain linear layer"
+                return
+            if type(module.weight) is not nn.Parameter:  # quantised weights pass for linear layers
+                yield name, f"holds a {type(module.weight).__name__}; allowed: a plain parameter"
+                return
+        if len({module.bias is None for module in modules}) != 1:
+            yield ", ".join(names), "have a bias in part; allowed: all of them or none"
+        if len({module.weight.dtype for module in modules}) != 1:
+            yield ", ".join(names), "are of several dtypes; allowed: one"
 
 
 def join_layer(module: Any, style: BlockStyle, config: Any) -> Layer:
-    """Reads a Hugging Face decoder layer and joins its weights in place.
-
-    Raises `DraftsmithError` for weights that are not plain linear layers, or an activation without a kernel.
-    """
+    """Reads a Hugging Face decoder layer, against which `fusing_fault` has nothing, and joins its weights in place."""
     attention = module.self_attn
     norms = [module.input_layernorm, module.post_attention_layernorm]
     if style.post_norms:
@@ -123,49 +154,38 @@ def join_layer(module: Any, style: BlockStyle, config: Any) -> Layer:
     )
 
 
-def norm_epsilon(layers: Sequence[Any]) -> float:
-    """The one epsilon of all norms of these layers. Raises `DraftsmithError` where they differ."""
-    found: set[Any] = set()
-    for layer in layers:
-        for module in layer.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                found.add(getattr(module, "variance_epsilon", getattr(module, "eps", None)))
-    if len(found) != 1 or None in found:
-        raise DraftsmithError(f"the norms of this target have epsilons {found}; one common epsilon can be fused")
-    return float(found.pop())
+def norm_epsilon(decoder: Any) -> float:
+    """The one epsilon of all norms of a decoder against which `fusing_fault` has nothing."""
+    (epsilon,) = _epsilons(decoder)
+    return float(epsilon)
+
+
+def _epsilons(decoder: Any) -> set[Any]:
+    norms = (module for module in decoder.modules() if type(module).__name__.endswith("RMSNorm"))
+    return {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
+
+
+def _is_gated(mlp: Any) -> bool:
+    """Whether this is a gated MLP, and not a mixture of experts."""
+    return hasattr(mlp, "gate_proj")
+
+
+def _activation(config: Any) -> Any:
+    return getattr(config, "hidden_activation", None) or config.hidden_act
 
 
 def _join_mlp(mlp: Any, config: Any) -> GatedMLP | nn.Module:
-    if not hasattr(mlp, "gate_proj"):
-        return mlp  # a mixture of experts
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    if activation not in ACTIVATIONS:
-        raise DraftsmithError(
-            f"the target's activation {activation!r} cannot be fused; known are {', '.join(ACTIVATIONS)} "
-            "(set target.fuse to 'off')"
-        )
-    return GatedMLP(_join([mlp.gate_proj, mlp.up_proj]), _single(mlp.down_proj), activation)
+    if not _is_gated(mlp):
+        return mlp
+    return GatedMLP(_join([mlp.gate_proj, mlp.up_proj]), _single(mlp.down_proj), _activation(config))
 
 
 def _single(module: Any) -> Linear:
-    _check_plain(module)
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
 def _join(modules: Sequence[Any]) -> Linear:
     """The modules' weights (and biases) one below the other; the modules keep views of them."""
-    for module in modules:
-        _check_plain(module)
-    if len({module.bias is None for module in modules}) != 1:
-        raise DraftsmithError("projections of which some have a bias and others none cannot be joined")
     weight = join_rows([module.weight for module in modules])
     bias = None if modules[0].bias is None else join_rows([module.bias for module in modules])
     return Linear(weight, bias)
-
-
-def _check_plain(module: Any) -> None:
-    if type(module) is not nn.Linear:
-        raise DraftsmithError(
-            f"a projection of the target is a {type(module).__name__}; only plain linear layers can be fused "
-            "(set target.fuse to 'off')"
-        )

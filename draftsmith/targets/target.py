@@ -20,7 +20,7 @@ from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.location import Location, current, locate, read_config, resolve_device
 from draftsmith.targets.probe import check_ends
-from draftsmith.targets.rope import length_dependent_type, tell_window, text_window
+from draftsmith.targets.rope import tell_window, text_window
 from draftsmith.targets.taps import check_tap_ids, tap_layers
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class Target:
         """Load a target: a hub id, a local model directory, or a .gguf file (dequantised once, see `targets.gguf`).
 
         dtype: 'auto' (the checkpoint's), 'float32', 'bfloat16', 'float16'; device: 'auto', 'cpu', 'cuda', 'cuda:N'.
-        fuse: 'on' calls `fuse`; 'auto' does so on a CUDA device for the kinds of model that can be fused; 'off' not.
+        fuse: 'on' calls `fuse`; 'auto' does so on a CUDA device for the kinds of model that can be fused, and says in
+        the log why another one is not; 'off' not.
         Weights are read from safetensors only. `tokenizer` is None for a local directory that has none.
         Raises `DraftsmithError` for a missing path, something that is not a causal LM, weights that are missing or
         do not fit, or a device that is not there; and as `from_model`.
@@ -141,10 +142,7 @@ class Target:
         """
         if self._fused is not None:
             return
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            raise DraftsmithError("fusing a target needs Triton (pip install triton), which is not here") from error
+        self._need_triton()
         from draftsmith.targets.fused import fuse
 
         with current(self.device):
@@ -156,19 +154,26 @@ class Target:
         return self._fused is not None
 
     def _fuses_by_itself(self) -> bool:
-        """Whether 'auto' fuses this target: on a CUDA device, if its kind of layer is known, and its angles by
-        position."""
+        """Whether 'auto' fuses this target: on a CUDA device, if it is of a kind that can be fused."""
         if self.device.type != "cuda":
             return False
-        if length_dependent_type(self.text_config) is not None:
-            _LOG.info("target %s: its rope depends on the length of the text, so its own code runs", self.source)
-            return False
-        from draftsmith.targets.joining import STYLES
+        self._need_triton()
+        from draftsmith.targets.joining import fusing_fault
 
-        kind = type(self._layers[0]).__name__
-        if kind not in STYLES:
-            _LOG.info("target %s: layers of kind %s are not fused and run by the model's own code", self.source, kind)
-        return kind in STYLES
+        fault = fusing_fault(self._decoder, self.text_config)
+        if fault is not None:
+            _LOG.warning("target %s is not fused, so that its own code decodes: %s", self.source, fault)
+        return fault is None
+
+    def _need_triton(self) -> None:
+        """Before anything is imported that a machine without it cannot import."""
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            raise DraftsmithError(
+                f"fusing the target {self.source} needs Triton, which is not here: install it (pip install triton), "
+                "which decoding on a CUDA device needs in any case, or set target.fuse to 'off'"
+            ) from error
 
     @property
     def hidden_size(self) -> int:

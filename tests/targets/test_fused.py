@@ -1,6 +1,10 @@
 """The fused decoder: the model's own results, with its weights in its own hands, on plain operations and on kernels."""
 
 import itertools
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,21 +102,93 @@ def test_kernels_equal_plain_operations(kind):
         torch.testing.assert_close(found[1][tap], expected[1][tap], rtol=2e-2, atol=2e-2)
 
 
-def test_what_cannot_be_fused_is_named():
-    with pytest.raises(DraftsmithError, match=r"hidden_act|activation 'relu'"):
-        tiny_target("llama", hidden_act="relu").fuse()
-    other = tiny_target("llama")
-    other.model.model.layers[1].self_attn.o_proj = torch.nn.Sequential(other.model.model.layers[1].self_attn.o_proj)
-    with pytest.raises(DraftsmithError, match="Sequential"):
-        other.fuse()
-    stranger = tiny_target("llama")
-    type_before = type(stranger.model.model.layers[0])
-    stranger.model.model.layers[0].__class__ = type("OddLayer", (type_before,), {})
-    with pytest.raises(DraftsmithError, match="OddLayer"):
-        stranger.fuse()
-    dynamic = tiny_target("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(DraftsmithError, match="dynamic"):
-        dynamic.fuse()
+def _odd_layer(target: Target) -> None:
+    layer = target.model.model.layers[0]
+    layer.__class__ = type("OddLayer", (type(layer),), {})
+
+
+def _wrapped(target: Target) -> None:
+    attention = target.model.model.layers[1].self_attn
+    attention.o_proj = torch.nn.Sequential(attention.o_proj)
+
+
+def _quantised(target: Target) -> None:
+    """As quantisers do it that leave the layer a linear one: the weight is a tensor of another kind."""
+    kind = type("PackedTensor", (Tensor,), {})
+    mlp = target.model.model.layers[2].mlp
+    mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach().as_subclass(kind))
+
+
+def _biased_in_part(target: Target) -> None:
+    projection = target.model.model.layers[3].self_attn.k_proj
+    projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
+
+
+def _wider_in_part(target: Target) -> None:
+    projection = target.model.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().double())
+
+
+def _another_epsilon(target: Target) -> None:
+    target.model.model.norm.variance_epsilon = 1e-3
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+NOT_FUSED: list[tuple[dict[str, Any], Callable[[Target], None] | None, str]] = [
+    ({"hidden_act": "relu"}, None, "its activation is 'relu'; allowed: 'silu', 'gelu_pytorch_tanh'"),
+    (DYNAMIC, None, "its rope of type 'dynamic' depends on the length of the text"),
+    ({}, _odd_layer, "its layers are of kind LlamaDecoderLayer, OddLayer; allowed: all of one kind of Gemma3"),
+    ({}, _wrapped, "layer 1: o_proj is a Sequential; allowed: a plain linear layer"),
+    ({}, _quantised, "layer 2: down_proj holds a PackedTensor; allowed: a plain parameter"),
+    ({}, _biased_in_part, "layer 3: q_proj, k_proj, v_proj have a bias in part"),
+    ({}, _wider_in_part, "layer 0: gate_proj, up_proj are of several dtypes"),
+    ({}, _another_epsilon, "its norms have the epsilons 0.001, 1e-06; allowed: one for all"),
+]
+
+
+class OnCuda(Target):
+    """A target that says it is on a GPU; nothing is launched on it here."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("options", "change", "said"), NOT_FUSED, ids=[said[:30] for _, _, said in NOT_FUSED])
+def test_what_cannot_be_fused_is_refused_on_request_and_left_alone_by_itself(options, change, said, caplog):
+    target = tiny_target("llama", **options)
+    if change is not None:
+        change(target)
+    with pytest.raises(DraftsmithError, match=f"{re.escape(said)}.*Set target.fuse to 'auto' or 'off'"):
+        target.fuse()
+    assert not target.fused
+    target.__class__ = OnCuda
+    assert not target._fuses_by_itself()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is not fused, so that its own code decodes: " + said in caplog.text
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
+def test_what_can_be_fused_is_on_a_gpu_by_itself(kind, caplog):
+    target = _target(kind)
+    assert not target._fuses_by_itself()  # on a CPU
+    target.__class__ = OnCuda
+    assert target._fuses_by_itself()
+    assert not caplog.records
+
+
+def test_the_activation_of_experts_is_their_own_codes():
+    target = tiny_target("qwen3_moe", hidden_act="relu", mlp_only_layers=[])
+    target.fuse()
+    assert target.fused
+
+
+def test_without_triton_both_ways_out_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    target = tiny_target("llama")
+    with pytest.raises(DraftsmithError, match=r"needs Triton.*pip install triton.*or set target.fuse to 'off'"):
+        target.fuse()
+    target.__class__ = OnCuda
+    with pytest.raises(DraftsmithError, match="needs Triton"):
+        target._fuses_by_itself()
 
 
 def test_a_fusion_that_changes_results_is_refused():
@@ -120,7 +196,7 @@ def test_a_fusion_that_changes_results_is_refused():
     layer = target.model.model.layers[1]
     own = layer.mlp.forward
     layer.mlp.forward = lambda x: 1.5 * own(x)  # something that only the model's own code knows of
-    with pytest.raises(DraftsmithError, match="other states fused"):
+    with pytest.raises(DraftsmithError, match=r"other states fused.*Set target.fuse to 'off'.*report"):
         target.fuse()
 
 
