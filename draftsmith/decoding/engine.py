@@ -6,6 +6,7 @@ lag changes no result, because stop tokens and limits are seen to on the device,
 has ended is not committed.
 """
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 
@@ -29,6 +30,8 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.location import current
 from draftsmith.targets.target import Target
+
+_LOG = logging.getLogger(__name__)
 
 _FUSED_BLOCK_SIZE = 32
 """Widest block that the fused pass is tested with."""
@@ -340,10 +343,8 @@ class Engine:
         self._check(draft)
         method = algorithm_for(draft.config)
         proposer = method.proposer(draft, self.target.ends, options.num_proposals, **options.proposer)
-        fused = draft.device.type == "cuda" and draft.config.block_size <= _FUSED_BLOCK_SIZE
-        blocks: BlockRunner = FusedBlocks(draft) if fused else DenseBlocks(draft)
         width = method.block_layout(draft.config).verify_width(proposer.num_proposals)
-        return Stepper(self.target, Drafting(draft, blocks, proposer), width)
+        return Stepper(self.target, Drafting(draft, block_runner(draft), proposer), width)
 
     def _check(self, draft: Draft) -> None:
         check_against_target(draft.config, self.target)
@@ -365,3 +366,19 @@ class Engine:
         for name, value in unused:
             if value is not None:
                 raise DraftsmithError(f"{name} is {value!r}, but there is no draft to propose; leave it out")
+
+
+def block_runner(draft: Draft) -> BlockRunner:
+    """What runs the draft's blocks: the fused pass on a CUDA device, if it takes blocks so wide, else the draft's own
+    modules. Where those run on a CUDA device the log says so, once a call."""
+    if draft.device.type != "cuda":
+        return DenseBlocks(draft)
+    if draft.config.block_size > _FUSED_BLOCK_SIZE:
+        _LOG.warning(
+            "the draft's blocks have %d slots and the fused pass takes up to %d: the draft's own modules run, which is "
+            "slower; decode with a smaller block (tune finds one), or train one",
+            draft.config.block_size,
+            _FUSED_BLOCK_SIZE,
+        )
+        return DenseBlocks(draft)
+    return FusedBlocks(draft)

@@ -5,8 +5,11 @@ from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.build import build_blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_attention
-from draftsmith.decoding.cache import DenseBlocks, block_masks
+from draftsmith.decoding.cache import DenseBlocks, FusedBlocks, block_masks
+from draftsmith.decoding.engine import block_runner
 from draftsmith.drafts.attention import AttentionKind
+from draftsmith.drafts.draft import Draft
+from draftsmith.targets.target import Target
 from tests.tiny import tiny_target
 from tests.tiny_draft import tiny_draft
 
@@ -62,3 +65,23 @@ def test_rows_write_at_their_own_positions_and_overwrite() -> None:
     for row in range(2):
         torch.testing.assert_close(cache.storage[0, 0, row][:, positions[row]], keys[row])
         torch.testing.assert_close(cache.storage[0, 1, row][:, positions[row]], values[row])
+
+
+class OnCuda(Draft):
+    """A draft that says it is on a GPU; nothing is launched on it here."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("block_size", "fused"), [(32, True), (33, False)])
+def test_a_slower_way_to_run_blocks_is_said(
+    target: Target, caplog: pytest.LogCaptureFixture, block_size: int, fused: bool
+) -> None:
+    pytest.importorskip("triton")
+    draft = tiny_draft(target, block_size=block_size)
+    assert isinstance(block_runner(draft), DenseBlocks)  # on a CPU, where there is no other way
+    assert not caplog.records
+    draft.__class__ = OnCuda
+    assert type(block_runner(draft)) is (FusedBlocks if fused else DenseBlocks)
+    said = [] if fused else ["the draft's blocks have 33 slots and the fused pass takes up to 32: the draft's own"]
+    assert [record.getMessage()[: len(said[0])] for record in caplog.records] == said
