@@ -1,6 +1,7 @@
 """DFlash 2: DFlash with convolutions around its sublayers, and a selector that picks a path through the candidates of
 the slots, left to right (Inco AI, 2026)."""
 
+import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -29,6 +30,8 @@ from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head, DFla
 from draftsmith.losses.chunked import Chunk, chunked_sum
 from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
+
+_log = logging.getLogger(__name__)
 
 
 class DFlash2ObjectiveOptions(HeadOptions):
@@ -213,7 +216,17 @@ class DFlash2(Algorithm):
             return self.stepwise_proposer(draft, ends, num_proposals)
         # Kernels need the package triton, which not every installation has.
         from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Proposer
+        from draftsmith.kernels.candidate_path import fits
 
+        head = cast(DFlash2HeadConfig, draft.config.head_config)
+        if not fits(head.selector_top_k, head.selector_rank):
+            _log.warning(
+                "dflash2: no kernel walks the path through %d candidates of rank %d (docs/methods/dflash2.md); it is "
+                "walked by PyTorch operations, which takes longer",
+                head.selector_top_k,
+                head.selector_rank,
+            )
+            return self.stepwise_proposer(draft, ends, num_proposals)
         layout = self.block_layout(draft.config)
         return KernelDFlash2Proposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
 

@@ -12,7 +12,7 @@ from draftsmith.algorithms.rollout import KeyedSampler
 from draftsmith.algorithms.search import base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
-from draftsmith.kernels.candidate_path import candidate_path, fits, top_candidates
+from draftsmith.kernels.candidate_path import candidate_path, top_candidates
 from draftsmith.targets.ends import TargetEnds
 
 
@@ -20,8 +20,9 @@ from draftsmith.targets.ends import TargetEnds
 class KernelDFlash2Proposer:
     """Proposes what `DFlash2Proposer` does, up to rounding and to which of equal logits are the last candidates.
 
-    When every row takes its most likely token and the selector's sizes allow it, two kernels find the candidates and
-    one walks through them; otherwise the plain path runs.
+    When every row takes its most likely token, two kernels find the candidates and one walks through them; otherwise
+    the plain path runs. The selector's sizes are within
+    `candidate_path.fits`.
     """
 
     draft: Draft
@@ -36,7 +37,7 @@ class KernelDFlash2Proposer:
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         unary = base_logits(self.draft, slots, self.ends, kernels=True)
         predecessor, successor = selector.predecessor_codebook, selector.successor_codebook
-        if not cast(KeyedSampler, sampler).greedy or not fits(selector.top_k, predecessor.shape[1]):
+        if not cast(KeyedSampler, sampler).greedy:
             return draw_path(selector, slots, unary, anchor_ids, sampler)
         candidates = top_candidates(unary, selector.top_k)  # [batch, P, K]
         projected = selector.hidden_projection(slots)  # [batch, P, rank]
