@@ -19,7 +19,6 @@ them into the page between its two markers. A method that fails is reported, and
 import argparse
 import itertools
 import json
-import platform
 import statistics
 import sys
 import time
@@ -30,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import Figures, figures
 from draftsmith.bench.headline import estimate, number, percent
 from draftsmith.bench.intervals import Estimate
+from draftsmith.bench.machine import machine
 from draftsmith.bench.measure import bench, write_benchmark
 from draftsmith.bench.options import BenchOptions
 from draftsmith.console import ConsoleProgress
@@ -44,6 +43,7 @@ from draftsmith.data.prompts import find_prompts
 from draftsmith.errors import DraftsmithError
 from draftsmith.progress import Stage
 from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.targets.location import resolve_device
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
 from draftsmith.workspace import Workspace
@@ -178,7 +178,7 @@ def _capture(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _method(method: str, arguments: argparse.Namespace) -> dict[str, object]:
     store = (arguments.work or arguments.out) / "store" / "features"
-    line: dict[str, Any] = {"part": method, "machine": _machine(), "settings": _settings(method, arguments)}
+    line: dict[str, Any] = {"part": method, "machine": machine(resolve_device("auto")), "settings": _settings(method, arguments)}
     steps = arguments.steps
     if steps is None:
         found = _calibrated(method, arguments, store)
@@ -312,16 +312,6 @@ def _bench(
 def _log_entries(recipe: Recipe) -> list[dict[str, Any]]:
     lines = (recipe.training / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
-
-
-def _machine() -> dict[str, str]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {
-        "device": device,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
