@@ -28,8 +28,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import Figures, figures
@@ -178,7 +176,8 @@ def _capture(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _method(method: str, arguments: argparse.Namespace) -> dict[str, object]:
     store = (arguments.work or arguments.out) / "store" / "features"
-    line: dict[str, Any] = {"part": method, "machine": machine(resolve_device("auto")), "settings": _settings(method, arguments)}
+    where = machine(resolve_device("auto"))
+    line: dict[str, Any] = {"part": method, "machine": where, "settings": _settings(method, arguments)}
     steps = arguments.steps
     if steps is None:
         found = _calibrated(method, arguments, store)
