@@ -74,16 +74,16 @@ FAMILY = (
     ),
 )
 
-# Canonical name -> spellings in files; all are read nested first, then at top level.
-_SHARED = {
-    "block_size": ("block_size",),
-    "mask_token_id": ("mask_token_id",),
-    "target_layer_ids": ("target_layer_ids",),
-    "num_target_layers": ("num_target_layers",),
-    "output_multiplier": ("output_multiplier",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "input_embedding_scale": ("input_embedding_scale",),
-}
+# Read nested first, then at top level.
+_SHARED = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+)
 NETWORK = (
     "hidden_size",
     "num_hidden_layers",
@@ -122,8 +122,7 @@ class ZlabLayout:
         member = _member(config, fields)
         tensors = renamed(tensors, member.other_names)
         canonical: dict[str, Any] = {"architecture": member.architecture}
-        canonical |= {name: fields.get(name) for name in NETWORK}
-        canonical |= {name: fields.get(*spellings) for name, spellings in _SHARED.items()}
+        canonical |= {name: fields.get(name) for name in (*NETWORK, *_SHARED)}
         canonical["rope"] = rope_parameters(config)
         canonical |= read_attention(fields)
         canonical["attention_sinks"] = _sinks(fields, tensors)

@@ -1,4 +1,4 @@
-"""What is written is what other software's loaders look for, by the tables of `layouts.consumers`."""
+"""What is written is what other software's loaders look for, by the tables of `loaders`."""
 
 import json
 import re
@@ -8,25 +8,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from draftsmith.layouts.consumers import (
-    BACKBONE,
-    MODEL_OPTIMIZER,
-    SGLANG,
-    SINKS,
-    VLLM,
-    VLLM_SPECULATORS,
-    Consumer,
-    lookup,
-)
+from draftsmith.layouts.consumers import SPECULATORS, VLLM, VLLM_SPECULATORS, lookup
 from tests.layouts.drafts import FULL, HEADS, SLIDING, simple_draft, target_ends
+from tests.layouts.loaders import BACKBONE, READERS, SINKS, Reader
 
-READERS = [
-    ("zlab", SGLANG),
-    ("sglang", SGLANG),
-    ("zlab", VLLM),
-    ("speculators", VLLM_SPECULATORS),
-    ("modelopt", MODEL_OPTIMIZER),
-]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"layer_types": (SLIDING, SLIDING), "sliding_window": 4},
@@ -51,9 +36,9 @@ def wanted(config: dict[str, Any], means: str) -> Any:
     return [layer + int(added) for layer in value] if added else value
 
 
-def mismatches(consumer: Consumer, directory: Path, config: dict[str, Any]) -> list[str]:
+def mismatches(reader: Reader, directory: Path, config: dict[str, Any]) -> list[str]:
     """What a loader would not find, or find otherwise than it was meant."""
-    loader = consumer.loaders[config["architecture"]]
+    loader = reader.loaders[config["architecture"]]
     written = json.loads((directory / "config.json").read_text())
     wrong = [] if written["architectures"][0] in loader.class_names else ["architectures"]
     wrong += [path for path, means in loader.reads.items() if find(written, path) != wanted(config, means)]
@@ -66,31 +51,32 @@ def mismatches(consumer: Consumer, directory: Path, config: dict[str, Any]) -> l
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "sliding", "yarn"])
-@pytest.mark.parametrize(("layout", "consumer"), READERS, ids=[f"{c.name}-{layout}" for layout, c in READERS])
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: f"{reader.consumer.name}-{reader.layout}")
 @pytest.mark.parametrize("architecture", sorted(HEADS))
 def test_loaders_find_what_they_look_for(
-    tmp_path: Path, architecture: str, layout: str, consumer: Consumer, options: dict[str, Any]
+    tmp_path: Path, architecture: str, reader: Reader, options: dict[str, Any]
 ) -> None:
     draft = simple_draft(architecture, num_taps=3, **options)
     config = draft.config.to_dict()
-    if consumer.faults(config):
-        assert architecture not in consumer.loaders
+    if reader.consumer.faults(config):
+        assert architecture not in reader.loaders
         return
-    draft.save(tmp_path / "draft", layout, target=target_ends())
-    without_layers = {"layer_types"} if layout == "modelopt" else set()
-    assert set(mismatches(consumer, tmp_path / "draft", config)) <= without_layers
+    draft.save(tmp_path / "draft", reader.layout, target=target_ends())
+    without_layers = {"layer_types"} if reader.layout == "modelopt" else set()
+    assert set(mismatches(reader, tmp_path / "draft", config)) <= without_layers
     # The comparison sees a wrong value: the same files, held against a draft that taps other layers.
     other = {**config, "target_layer_ids": [4, 0, 1], "mask_token_id": 3}
-    assert len(mismatches(consumer, tmp_path / "draft", other)) == 2
+    assert len(mismatches(reader, tmp_path / "draft", other)) == 2
 
 
 @pytest.mark.parametrize("head", range(len(HEADS["dspark"])))
 def test_every_dspark_head_is_found(tmp_path: Path, head: int) -> None:
     draft = simple_draft("dspark", head)
     kind = draft.config.head["markov_head_type"]
-    for layout, consumer in READERS[:4]:
-        draft.save(tmp_path / layout, layout, target=target_ends())
-        assert mismatches(consumer, tmp_path / layout, draft.config.to_dict()) == []
+    for reader in READERS[:4]:
+        consumer = reader.consumer
+        draft.save(tmp_path / reader.layout, reader.layout, target=target_ends())
+        assert mismatches(reader, tmp_path / reader.layout, draft.config.to_dict()) == []
         refused = consumer in (VLLM, VLLM_SPECULATORS) and kind != "vanilla"
         faults = [f"head.markov_head_type is {kind!r}; vllm 0.33.0 computes 'vanilla' only"] if refused else []
         assert consumer.faults(draft.config.to_dict()) == faults
@@ -99,12 +85,18 @@ def test_every_dspark_head_is_found(tmp_path: Path, head: int) -> None:
 def test_sinks_are_where_loaders_want_them(tmp_path: Path) -> None:
     draft = simple_draft("dflash", attention_sinks=True, layer_types=(FULL, SLIDING), sliding_window=4)
     draft.save(tmp_path / "draft")
-    assert mismatches(VLLM, tmp_path / "draft", draft.config.to_dict()) == [SINKS.format(layer=i) for i in range(2)]
+    (vllm,) = (reader for reader in READERS if reader.consumer is VLLM)
+    assert mismatches(vllm, tmp_path / "draft", draft.config.to_dict()) == [SINKS.format(layer=i) for i in range(2)]
     written = json.loads((tmp_path / "draft/config.json").read_text())
     assert written["dflash_config"]["attention_sink_bias"] is True
 
 
-def test_tables_say_what_they_were_read_from() -> None:
-    for consumer in (SGLANG, VLLM, VLLM_SPECULATORS, MODEL_OPTIMIZER):
+def test_there_is_a_loader_of_every_architecture_that_is_not_refused() -> None:
+    for reader in READERS:
+        assert set(reader.loaders) == set(reader.consumer.only)
+    assert set(SPECULATORS.only) == set(VLLM_SPECULATORS.only)
+
+
+def test_tables_name_their_version() -> None:
+    for consumer in (*(reader.consumer for reader in READERS), SPECULATORS):
         assert re.fullmatch(r"\d+\.\d+\.\d+", consumer.version)
-        assert all(source.endswith(".py") for source in consumer.sources)
