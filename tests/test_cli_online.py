@@ -45,6 +45,10 @@ def test_training_online_is_training_from_a_store(recipe, tmp_path):
     )
     assert status == 0, errors
     assert losses(tmp_path / "other") != pytest.approx(stored, rel=1e-4)
+    assert "the best at" not in errors
+    status, _, errors = run("train", recipe, f"run={tmp_path / 'stored'}", "train.eval_share=0.2", "--fresh")
+    assert status == 0, errors
+    assert "training: 3 steps, the best at 3;" in errors
 
 
 def test_options_that_do_not_go_together_are_errors(recipe, tmp_path, monkeypatch):

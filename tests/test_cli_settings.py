@@ -59,6 +59,18 @@ def test_speeds_of_another_machine_are_measured_again(done):
         assert json.loads(stamp.read_text())["settings"]["machine"] == found
 
 
+def test_all_of_a_prompt_is_a_setting_of_a_benchmark(done, tmp_path):
+    question, system = {"role": "user", "content": "say a"}, {"role": "system", "content": "be brief"}
+    prompts = tmp_path / "prompts.jsonl"
+    asked = ("bench.batch_size=1", "bench.max_new_tokens=2", "bench.warmup=0", "bench.shown=0")
+    for category, messages in (("words", [question]), ("words", [system, question]), ("letters", [system, question])):
+        write_lines(prompts, [{"id": "p0", "category": category, "messages": messages}])
+        status, _, errors = run("bench", done, f"bench.prompts={prompts}", *asked)
+        assert status == 0, errors
+        assert "done already" not in errors
+    assert "bench: done already" in run("bench", done, f"bench.prompts={prompts}", *asked)[2]
+
+
 def test_how_the_target_decodes_is_no_setting_of_features(done):
     """Also where the stamp was written when it still was one."""
     stamp = done.parent / "run" / "stages" / "capture.json"
