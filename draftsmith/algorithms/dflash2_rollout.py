@@ -21,8 +21,7 @@ class KernelDFlash2Proposer:
     """Proposes what `DFlash2Proposer` does, up to rounding and to which of equal logits are the last candidates.
 
     When every row takes its most likely token, two kernels find the candidates and one walks through them; otherwise
-    the plain path runs. The selector's sizes are within
-    `candidate_path.fits`.
+    the plain path runs. The selector's sizes are within `candidate_path.fits`.
     """
 
     draft: Draft
