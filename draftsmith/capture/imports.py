@@ -87,8 +87,8 @@ def import_features(
     with the files.
 
     Raises `DraftsmithError` for a file that is damaged or has other fields or widths, for layers or a final state that
-    `layout` needs and the files do not hold, where a document differs from what `check` computes, where documents are to be compared and
-    `check` is missing, and as `capture`.
+    `layout` needs and the files do not hold, where a document differs from what `check` computes, where documents are
+    to be compared and `check` is missing, and as `capture`.
     """
     start = time.monotonic()
     directory = Path(directory)
