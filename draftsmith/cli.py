@@ -196,7 +196,7 @@ def convert(
         str | None, typer.Option("--target", help="The target model, for layouts that carry parts of it (speculators).")
     ] = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read .pt and .bin weights (tensors only) where there are no others.")
+        bool, typer.Option("--allow-pickle", help="Read .pt, .pth, .bin, .ckpt (tensors only) as a last resort.")
     ] = False,
 ) -> None:
     """Writes a draft in another project's layout: the same tensors, bit by bit, and the same meaning.
