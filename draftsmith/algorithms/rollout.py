@@ -7,7 +7,6 @@ does the same and reads only rows of the correction's output matrix that may win
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from draftsmith.drafts.checks import describe
 from draftsmith.drafts.draft import Draft
 from draftsmith.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.requirement import need_triton
 from draftsmith.targets.ends import TargetEnds
 
 
@@ -46,11 +46,9 @@ class RolloutOptions(Options):
                 f"{method}: rollout 'plain' works on the whole vocabulary in one process; with tensor_parallel use "
                 "'dense' or 'pruned'"
             )
-        if chosen != "plain" and find_spec("triton") is None:
-            raise DraftsmithError(
-                f"{method}: rollout {chosen!r} needs the package triton, which is not installed; install it, or set "
-                "rollout to 'plain'" + (" and tensor_parallel to false" if self.tensor_parallel else "")
-            )
+        if chosen != "plain":
+            alone = " and tensor_parallel to false" if self.tensor_parallel else ""
+            need_triton(f"{method}: rollout {chosen!r}", f", or set rollout to 'plain'{alone}")
         if chosen == "auto":
             chosen = _by_kernels(weight)
         return chosen
@@ -98,14 +96,7 @@ class VocabularyPart:
 
     def ends(self, ends: TargetEnds) -> TargetEnds:
         """The target's ends for these tokens; shares memory with the whole."""
-        if self.parts == 1:
-            return ends
-        return TargetEnds(
-            ends.embedding_weight[self.first : self.last],
-            ends.head_weight[self.first : self.last],
-            embedding_scale=ends.embedding_scale,
-            softcap=ends.softcap,
-        )
+        return ends if self.parts == 1 else ends.rows(slice(self.first, self.last))
 
     def exchange(self, keys: Tensor) -> None:
         """Each row's best key of all parts, in place: 8 bytes a row and process."""

@@ -53,7 +53,6 @@ class RunningDecoder:
     name: str
     target: Target
     engine: Engine
-    width: int
     built_bytes: int = 0
     memory_bytes: int | None = None
     _at_width: Engine | None = field(default=None, repr=False)
@@ -71,11 +70,9 @@ class RunningDecoder:
         before = _allocated(target.device)
         if entry is None:
             bare = common.model_copy(update={"num_proposals": None, "proposer": {}, **slots})
-            decoder = cls(PLAIN, target, Engine(target, None, bare), 1)
+            decoder = cls(PLAIN, target, Engine(target, None, bare))
         else:
-            chosen = common.model_copy(update=slots)
-            width = 1 + proposals(entry.draft, chosen)
-            decoder = cls(entry.name, target, Engine(target, entry.draft, chosen), width)
+            decoder = cls(entry.name, target, Engine(target, entry.draft, common.model_copy(update=slots)))
         decoder.built_bytes = _allocated(target.device) - before
         return decoder
 
@@ -108,7 +105,8 @@ class RunningDecoder:
     def at_same_width(self, request: Request) -> list[Generation]:
         """What the target says alone with as many tokens in a pass as this decoder's verify has; untimed."""
         if self._at_width is None:
-            alone: dict[str, object] = {"num_proposals": None, "proposer": {}, "verify_width": self.width}
+            width = self.engine.stepper.width
+            alone: dict[str, object] = {"num_proposals": None, "proposer": {}, "verify_width": width}
             self._at_width = Engine(self.target, None, self.engine.options.model_copy(update=alone))
         return self._at_width.decode(request)
 

@@ -2,12 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from enum import StrEnum
 from typing import Literal
 
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.slot_state import FINISHED, INVALID_DRAFT, INVALID_TARGET, REPORT_HEADER, STOPPED
+
+
+class Fault(StrEnum):
+    """Whose numbers were not finite, so that a row has no answer."""
+
+    TARGET = "target's logits"
+    DRAFT = "draft's hidden states"
 
 
 class Answer:
@@ -28,8 +36,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.accept_lengths: list[int] = []
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
-        self.fault: str | None = None
-        """What went wrong with this row, if anything did: whose numbers were not finite."""
+        self.fault: Fault | None = None
         self._advance = advance
         self._dtype = dtype
         self._launched = 0
@@ -72,7 +79,7 @@ class Answer:
         the prefill, which gives the first token."""
         _, committed, flags = report[:REPORT_HEADER]
         if flags & (INVALID_TARGET | INVALID_DRAFT):
-            self.fault = "target's logits" if flags & INVALID_TARGET else "draft's hidden states"
+            self.fault = Fault.TARGET if flags & INVALID_TARGET else Fault.DRAFT
             return
         self.token_ids += report[REPORT_HEADER : REPORT_HEADER + committed]
         if verified and committed:
@@ -103,7 +110,7 @@ class Answer:
             await asyncio.sleep(0)  # lets the readers of other answers have theirs
 
 
-def not_finite(part: str, prompts: list[int], dtype: object) -> DraftsmithError:
+def not_finite(part: Fault, prompts: list[int], dtype: object) -> DraftsmithError:
     """The error for rows that met numbers which mean nothing."""
     return DraftsmithError(
         f"the {part} are NaN or infinite for prompts {prompts}; check the weights, or use a wider dtype than {dtype}"

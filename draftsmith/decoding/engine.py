@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.algorithms.algorithm import Proposer
 from draftsmith.algorithms.registry import algorithm_for
-from draftsmith.decoding.answer import Answer, not_finite
+from draftsmith.decoding.answer import Answer, Fault, not_finite
 from draftsmith.decoding.cache import BlockRunner, DenseBlocks, FusedBlocks
 from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
@@ -28,6 +28,7 @@ from draftsmith.decoding.step import Drafting, Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.requirement import need_triton
 from draftsmith.targets.location import current
 from draftsmith.targets.target import Target
 
@@ -42,16 +43,18 @@ class Engine:
 
     `decode` runs a request to its end. `submit` takes a request in and `step` works on all that were taken in: rows
     that end make room for rows that wait. Not safe for use by several threads at once. Raises `DraftsmithError` at
-    construction when draft and target do not fit, or an option does not apply.
+    construction when draft and target do not fit, an option does not apply, or a CUDA device has no Triton beside it.
     """
 
     def __init__(self, target: Target, draft: Draft | None = None, options: EngineOptions | None = None) -> None:
         self.target = target
         self.draft = draft
         self.options = options or EngineOptions()
+        on_gpu = target.device.type == "cuda"
+        if on_gpu:  # the target's choice of tokens, at least, is made by kernels there
+            need_triton(f"decoding on {target.device}")
         with current(target.device):
             self.stepper = self._stepper()
-        on_gpu = target.device.type == "cuda"
         if self.options.graphs == "on" and not on_gpu:
             raise DraftsmithError(f"graphs is on, but the target is on {target.device}; set it to auto or off")
         self._on_gpu = on_gpu
@@ -79,7 +82,7 @@ class Engine:
             if faults:
                 for answer in answers:
                     self.cancel(answer)
-                part = "target's logits" if "target's logits" in faults.values() else "draft's hidden states"
+                part = Fault.TARGET if Fault.TARGET in faults.values() else Fault.DRAFT
                 raise not_finite(part, [i for i, fault in faults.items() if fault == part], self.target.dtype)
         return [answer.generation() for answer in answers]
 
@@ -128,7 +131,6 @@ class Engine:
         if self.stepper.drafting is None or self.pool is not None:
             raise DraftsmithError("a proposer can be put in only with a draft, and before anything is decoded")
         self.stepper.drafting.proposer = proposer
-        self.stepper.width = 1 + proposer.num_proposals
 
     @property
     def preparations(self) -> tuple[int, int]:
@@ -343,8 +345,8 @@ class Engine:
         self._check(draft)
         method = algorithm_for(draft.config)
         proposer = method.proposer(draft, self.target.ends, options.num_proposals, **options.proposer)
-        width = method.block_layout(draft.config).verify_width(proposer.num_proposals)
-        return Stepper(self.target, Drafting(draft, block_runner(draft), proposer), width)
+        layout = method.block_layout(draft.config)
+        return Stepper(self.target, Drafting(draft, layout, block_runner(draft), proposer))
 
     def _check(self, draft: Draft) -> None:
         check_against_target(draft.config, self.target)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Proposals, Proposer
+from draftsmith.blocks.layout import BlockLayout
 from draftsmith.decoding.cache import BlockRunner
 from draftsmith.decoding.pool import Slots
 from draftsmith.decoding.rng import Stream, uniform_pair
@@ -24,20 +25,28 @@ from draftsmith.targets.target import Target, TargetStates
 
 @dataclass
 class Drafting:
-    """What proposes: a draft, who runs its blocks, and its method's proposer."""
+    """What proposes: a draft, its blocks' layout, who runs them, and its method's proposer."""
 
     draft: Draft
+    layout: BlockLayout
     blocks: BlockRunner
     proposer: Proposer
 
 
 @dataclass
 class Stepper:
-    """The models at work. width: tokens in one verify."""
+    """The models at work. plain_width: tokens in one target pass where nothing is drafted."""
 
     target: Target
     drafting: Drafting | None
-    width: int
+    plain_width: int = 1
+
+    @property
+    def width(self) -> int:
+        """Tokens in one verify."""
+        if self.drafting is None:
+            return self.plain_width
+        return self.drafting.layout.verify_width(self.drafting.proposer.num_proposals)
 
     @property
     def reach(self) -> int:

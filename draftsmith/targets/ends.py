@@ -109,9 +109,9 @@ class TargetEnds(nn.Module):
         logits = self.project(hidden)
         return TokenChoice(logits.argmax(-1), logits.amax(-1).isfinite())
 
-    def rows(self, token_ids: Tensor) -> "TargetEnds":
+    def rows(self, token_ids: Tensor | slice) -> "TargetEnds":
         """The ends of a target that knows only these tokens: token_ids [n] int64 -> copies of their rows, in this
-        order."""
+        order; a slice of the vocabulary -> its rows, which share memory with the whole."""
         return TargetEnds(
             self.embedding_weight[token_ids],
             self.head_weight[token_ids],

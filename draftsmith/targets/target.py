@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.requirement import need_triton
 from draftsmith.switch import SWITCH_NAMES
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
@@ -166,14 +167,10 @@ class Target:
         return fault is None
 
     def _need_triton(self) -> None:
-        """Before anything is imported that a machine without it cannot import."""
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            raise DraftsmithError(
-                f"fusing the target {self.source} needs Triton, which is not here: install it (pip install triton), "
-                "which decoding on a CUDA device needs in any case, or set target.fuse to 'off'"
-            ) from error
+        need_triton(
+            f"fusing the target {self.source}",
+            ", which decoding on a CUDA device needs in any case, or set target.fuse to 'off'",
+        )
 
     @property
     def hidden_size(self) -> int:

@@ -1,5 +1,6 @@
 """What the engine refuses, and when."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -82,6 +83,16 @@ def test_options_that_do_not_apply_are_refused(
 ) -> None:
     with pytest.raises(DraftsmithError, match=named):
         Engine(target, draft if drafted else None, EngineOptions(**options))
+
+
+def test_decoding_on_cuda_without_triton_is_refused_at_construction(
+    target: Target, draft: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(Target, "device", torch.device("cuda", 0))
+    for used in (draft, None):
+        with pytest.raises(DraftsmithError, match=r"decoding on cuda:0 needs the package triton, .*pip install triton"):
+            Engine(target, used)
 
 
 def test_numbers_that_are_not_finite_are_an_error() -> None:

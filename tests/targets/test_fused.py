@@ -184,10 +184,10 @@ def test_the_activation_of_experts_is_their_own_codes():
 def test_without_triton_both_ways_out_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     target = tiny_target("llama")
-    with pytest.raises(DraftsmithError, match=r"needs Triton.*pip install triton.*or set target.fuse to 'off'"):
+    with pytest.raises(DraftsmithError, match=r"needs the package triton.*pip install.*or set target.fuse to 'off'"):
         target.fuse()
     target.__class__ = OnCuda
-    with pytest.raises(DraftsmithError, match="needs Triton"):
+    with pytest.raises(DraftsmithError, match="needs the package triton"):
         target._fuses_by_itself()
 
 
