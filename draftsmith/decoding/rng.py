@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.noise import Stream, philox
+from draftsmith.kernels.noise import WORD, Stream, philox
 
 __all__ = ["Stream", "row_seeds", "uniform_pair"]
-
-_WORD = 0xFFFFFFFF
 
 
 def uniform_pair(seeds: Tensor, positions: Tensor, stream: Stream, draw: int = 0) -> tuple[Tensor, Tensor]:
@@ -37,7 +35,7 @@ def row_seeds(seed: int, rows: int) -> list[int]:
 def _words(seeds: Tensor, positions: Tensor, stream: Stream, draw: int) -> tuple[Tensor, ...]:
     seeds, positions = torch.broadcast_tensors(seeds, positions)
     zero = torch.zeros_like(positions)
-    return philox((positions, zero + draw, zero + int(stream), zero), (seeds & _WORD, (seeds >> 32) & _WORD))
+    return philox((positions, zero + draw, zero + int(stream), zero), (seeds & WORD, (seeds >> 32) & WORD))
 
 
 def _to_unit(high: Tensor, low: Tensor) -> Tensor:

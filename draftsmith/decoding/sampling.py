@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.noise import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,8 @@ class SamplingOptions:
     @property
     def fp32_temperature(self) -> float:
         """The temperature in the range of fp32. One that fp32 has no number for would give 0 / 0 or inf / inf; the
-        nearest that it has means the same."""
-        fp32 = torch.finfo(torch.float32)
-        return 0.0 if self.greedy else min(max(self.temperature, fp32.tiny), fp32.max)
+        nearest that can be divided by means the same."""
+        return 0.0 if self.greedy else min(max(self.temperature, LEAST_TEMPERATURE), torch.finfo(torch.float32).max)
 
 
 def _is_number(value: object) -> bool:
@@ -130,7 +130,7 @@ def distribution(logits: Tensor, options: SamplingOptions | RowSampling) -> Tens
         limited = (top_k > 0) & (top_k < vocab_size)
         scores = scores.masked_fill((scores < largest.gather(-1, place)) & limited, -math.inf)
     # Relative to the largest, the quotient by a tiny temperature is 0 or falls towards -inf, where it could overflow.
-    temperature = column(options.temperature).clamp(min=torch.finfo(torch.float32).tiny)  # greedy rows: 0
+    temperature = column(options.temperature).clamp(min=LEAST_TEMPERATURE)  # greedy rows: 0
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     probabilities = scores.softmax(-1)
     if bounds.top_p:

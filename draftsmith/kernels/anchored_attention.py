@@ -18,8 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from draftsmith.kernels.anchored_backward import key_gradient_kernel, query_gradient_kernel
 from draftsmith.kernels.anchored_forward import forward_kernel
 from draftsmith.kernels.block_rows import rows_of_a_block
-
-LOG2_E = 1.4426950408889634
+from draftsmith.kernels.exponents import LOG2_E
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.anchored_forward import rows_of_tile, whole_keys
+from draftsmith.kernels.exponents import LOG2_E_IN_KERNEL
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_LSE_GRAD:
         # The denominator's natural logarithm depends on each score by its probability.
-        delta -= 1.4426950408889634 * tl.load(lse_grad_ptr + row_at, mask=there, other=0.0)
+        delta -= LOG2_E_IN_KERNEL * tl.load(lse_grad_ptr + row_at, mask=there, other=0.0)
     tl.store(delta_ptr + row_at, delta, mask=there)
 
     # The block's own keys: no other row sees them.

@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.exponents import LOG2_E, LOG2_E_IN_KERNEL
 from draftsmith.kernels.limits import shared_memory
 from draftsmith.kernels.overlap import overlapping
 
 MAX_SPLITS = 32
 """Most programs that share the context of one tile of queries."""
-
-_LOG2E = 1.4426950408889634
 
 
 def block_attention_reference(
@@ -132,7 +131,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS and SPLITS == 1:  # a sink is a key without value; of several splits, the join adds it
         sink = tl.load(sinks_ptr + kv_head * GROUPS + rows // width, mask=row_ok, other=float("-inf")).to(tl.float32)
-        best = sink * 1.4426950408889634
+        best = sink * LOG2_E_IN_KERNEL
     total = tl.where(best == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for offset in range(low, end, SPLITS * BLOCK_N):
@@ -203,7 +202,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 
     best = tl.max(lse, 0)
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=row_ok, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + head, mask=row_ok, other=float("-inf")).to(tl.float32) * LOG2_E_IN_KERNEL
         best = tl.maximum(best, sink)
     reference = tl.where(best == float("-inf"), 0.0, best)
     weights = tl.exp2(lse - reference[None, :])
@@ -278,7 +277,7 @@ def block_attention(
     _attend_kernel[(batch * kv_heads, splits, tiles)](
         q, k_cache, v_cache, start, sinks, partial, lse, out,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *position_strides, *out.stride()[:3],
-        _LOG2E if softcap is not None else scale * _LOG2E, scale, softcap or 0.0, width,
+        LOG2_E if softcap is not None else scale * LOG2_E, scale, softcap or 0.0, width,
         STEP=1 if start.dim() == 1 else 0, BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, WINDOW=window or 0,
         HAS_CAP=softcap is not None, num_warps=warps, num_stages=stages, **shape, **overlap,
     )  # fmt: skip

@@ -5,15 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.keys import LOWEST_KEY, LOWEST_KEY_IN_KERNEL, key_ids, key_ids_in_kernel, token_keys
+from draftsmith.kernels.keys import LOWEST_KEY_IN_KERNEL, key_ids, key_ids_in_kernel, new_keys, token_keys
 
 BLOCK = 256
 
 
 def begin_keys_reference(anchor_ids: Tensor, steps: int) -> Tensor:
     """Plain PyTorch for `begin_keys`."""
-    rest = torch.full((steps, len(anchor_ids)), LOWEST_KEY, dtype=torch.int64, device=anchor_ids.device)
-    return torch.cat((token_keys(anchor_ids)[None], rest))
+    return torch.cat((token_keys(anchor_ids)[None], new_keys(steps, len(anchor_ids), device=anchor_ids.device)))
 
 
 def block_tokens_reference(keys: Tensor) -> Tensor:

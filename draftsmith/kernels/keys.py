@@ -27,6 +27,11 @@ def pack_keys(scores: Tensor, ids: Tensor) -> Tensor:
     return (ordered.long() << 32) | (_LOW - ids)
 
 
+def new_keys(*shape: int, device: torch.device) -> Tensor:
+    """Keys below every token's, int64."""
+    return torch.full(shape, LOWEST_KEY, dtype=torch.int64, device=device)
+
+
 def token_keys(ids: Tensor) -> Tensor:
     """`pack_keys` of tokens whose score is 0."""
     return _LOW - ids

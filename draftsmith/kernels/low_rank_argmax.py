@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.kernels.keys import LOWEST_KEY, LOWEST_KEY_IN_KERNEL, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
+from draftsmith.dtypes import DTYPES
+from draftsmith.kernels.keys import LOWEST_KEY_IN_KERNEL, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
 from draftsmith.kernels.limits import shared_memory, stages_that_fit
 from draftsmith.kernels.noise import LEAST_TEMPERATURE, Stream
 from draftsmith.kernels.overlap import overlapping
 
 MAX_RANK = 512
 """The widest E that the kernels hold."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def low_rank_scores(base: Tensor, weight: Tensor, latent: Tensor) -> Tensor:
@@ -272,11 +272,6 @@ def _scan(
     )  # fmt: skip
 
 
-def new_keys(*shape: int, device: torch.device) -> Tensor:
-    """Keys below every token's, int64."""
-    return torch.full(shape, LOWEST_KEY, dtype=torch.int64, device=device)
-
-
 def multiprocessors(device: torch.device) -> int:
     """Of a CUDA device; two of an interpreter, so that programs share the work there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
@@ -287,7 +282,7 @@ def check_operands(
 ) -> None:
     """`ValueError` for shapes, dtypes or strides that the kernels do not take."""
     batch, vocab = base.shape
-    if base.stride(1) != 1 or base.dtype not in DTYPES:
+    if base.stride(1) != 1 or base.dtype not in DTYPES.values():
         raise ValueError(f"base must have contiguous rows of bf16, fp16 or fp32, got {base.dtype}, {base.stride()}")
     if (weight is None) != (latent is None):
         raise ValueError("weight and latent go together: give both or neither")
@@ -296,7 +291,7 @@ def check_operands(
             raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(latent.shape)} do not fit base {tuple(base.shape)}")
         if weight.shape[1] > MAX_RANK:
             raise ValueError(f"a correction of rank {weight.shape[1]} is too wide; the kernels take up to {MAX_RANK}")
-        if weight.dtype not in DTYPES or latent.dtype != weight.dtype:
+        if weight.dtype not in DTYPES.values() or latent.dtype != weight.dtype:
             raise ValueError(f"dtypes {weight.dtype}, {latent.dtype}: both must be one of bf16, fp16, fp32")
         if not (weight.is_contiguous() and latent.is_contiguous()):
             raise ValueError("weight and latent must be contiguous")

@@ -9,7 +9,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF
+"""The largest number of 32 bits."""
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -43,12 +44,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         # The product of two words wraps around in int64, which leaves all 64 bits as an unsigned product has them.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            ((second >> 32) & _WORD) ^ c1 ^ k0,
-            second & _WORD,
-            ((first >> 32) & _WORD) ^ c3 ^ k1,
-            first & _WORD,
+            ((second >> 32) & WORD) ^ c1 ^ k0,
+            second & WORD,
+            ((first >> 32) & WORD) ^ c3 ^ k1,
+            first & WORD,
         )
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+        k0, k1 = (k0 + _KEY_STEPS[0]) & WORD, (k1 + _KEY_STEPS[1]) & WORD
     return c0, c1, c2, c3
 
 
@@ -74,5 +75,5 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, draw: int, tokens: int, first
     ids = torch.arange(first_id, first_id + tokens, device=seeds.device)
     zero = torch.zeros(len(seeds), tokens, dtype=torch.int64, device=seeds.device)
     counter = (zero + positions[:, None], zero + draw, zero + int(Stream.PROPOSAL), zero + ids + 1)
-    words = philox(counter, ((seeds & _WORD)[:, None], ((seeds >> 32) & _WORD)[:, None]))
+    words = philox(counter, ((seeds & WORD)[:, None], ((seeds >> 32) & WORD)[:, None]))
     return gumbel_from_words(words[0], words[1])

@@ -11,13 +11,12 @@ from draftsmith.algorithms.rollout import RolloutOptions
 from draftsmith.kernels import input_gates as inputs
 from draftsmith.kernels import prefix_gru
 from draftsmith.kernels.few_states import few_states_logits
-from draftsmith.kernels.keys import key_ids, key_scores, pack_keys
+from draftsmith.kernels.keys import key_ids, key_scores, new_keys, pack_keys
 from draftsmith.kernels.limits import cache_bytes
 from draftsmith.kernels.low_rank_argmax import (
     low_rank_argmax,
     low_rank_sample,
     low_rank_sample_reference,
-    new_keys,
 )
 from draftsmith.kernels.low_rank_pruning import (
     leaders,

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from draftsmith.kernels import low_rank_argmax as low_rank_argmax_module
 from draftsmith.kernels import low_rank_pruning
-from draftsmith.kernels.keys import key_ids, key_scores
-from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_argmax_reference, low_rank_scores, new_keys
+from draftsmith.kernels.keys import key_ids, key_scores, new_keys
+from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_argmax_reference, low_rank_scores
 from draftsmith.kernels.low_rank_pruning import (
     Leaders,
     leaders,

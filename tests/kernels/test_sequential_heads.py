@@ -11,14 +11,13 @@ pytest.importorskip("triton")
 
 from draftsmith.kernels import input_gates as inputs
 from draftsmith.kernels import prefix_gru
-from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_scores, pack_keys
+from draftsmith.kernels.keys import LOWEST_KEY, key_ids, key_scores, new_keys, pack_keys
 from draftsmith.kernels.low_rank_argmax import (
     low_rank_argmax,
     low_rank_argmax_reference,
     low_rank_sample,
     low_rank_sample_reference,
     low_rank_scores,
-    new_keys,
 )
 from draftsmith.kernels.noise import gumbel_from_words, gumbel_noise
 
