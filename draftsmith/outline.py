@@ -11,16 +11,16 @@ from draftsmith.data.options import DataOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance, target_identity
 from draftsmith.features.manifest import TokenizerIdentity
+from draftsmith.targets.description import ConfiguredSizes
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.targets.location import locate, read_config
 from draftsmith.targets.options import TargetOptions
-from draftsmith.targets.rope import text_window
 from draftsmith.targets.target import Target
 
 
 @dataclass(frozen=True)
-class TargetOutline:
+class TargetOutline(ConfiguredSizes):
     """A target's facts (`algorithms.build.TargetFacts`), its embedding and output head, and where it comes from."""
 
     text_config: Any
@@ -62,22 +62,6 @@ class TargetOutline:
         if self.options is None:
             raise DraftsmithError(f"the target {self.source} is in memory only, and has to be loaded from a path here")
         return self.options
-
-    @property
-    def hidden_size(self) -> int:
-        return self.ends.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.text_config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.ends.vocab_size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return text_window(self.text_config)
 
     @property
     def embedding_scale(self) -> float | None:

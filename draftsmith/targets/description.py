@@ -3,17 +3,36 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from draftsmith.targets.ends import check_no_other_scales, embedding_scale
-from draftsmith.targets.location import locate, read_config
+from draftsmith.targets.location import empty_model, locate, read_config
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.rope import text_window
 
 
+class ConfiguredSizes:
+    """A target's sizes as its Hugging Face text configuration says, for who has that."""
+
+    text_config: Any
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.text_config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config.vocab_size)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return text_window(self.text_config)
+
+
 @dataclass(frozen=True)
-class TargetDescription:
+class TargetDescription(ConfiguredSizes):
     """What a draft's configuration needs to know of its target (`algorithms.build.TargetFacts`).
 
     text_config: the Hugging Face text configuration; embedding_scale: what the model multiplies its embeddings with
@@ -31,22 +50,5 @@ class TargetDescription:
         config = read_config(location, options.revision, options.trust_remote_code)
         text_config = config.get_text_config()
         check_no_other_scales(text_config)
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+        shell = empty_model(config, options.trust_remote_code)
         return cls(text_config, embedding_scale(shell.get_input_embeddings()))
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.text_config.hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.text_config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.text_config.vocab_size)
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return text_window(self.text_config)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.location import current, locate, read_config, resolve_device
+from draftsmith.targets.location import current, empty_model, locate, read_config, resolve_device
 from draftsmith.targets.tensors import TensorFiles
 
 # Configuration fields by which some models scale what goes in or comes out, outside their embedding and head modules.
@@ -148,14 +148,13 @@ class TargetEnds(nn.Module):
         """The ends of a target by path (as for `Target.load`), reading no other weights.
 
         Raises `DraftsmithError` for a path without a model, weights that are not safetensors, a model whose ends are
-        not an `embed_tokens` and an `lm_head` (or a tied head), or scales that draftsmith does not know.
+        not an `embed_tokens` and an `lm_head` (or a tied head), sizes other than the configuration's, or scales that
+        draftsmith does not know.
         """
         location = locate(path)
         config = read_config(location, revision, trust_remote_code)
         text_config = config.get_text_config()
         check_no_other_scales(text_config)
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         files = TensorFiles(location, revision)
         embedding, head = files.read_one("embed_tokens.weight"), files.read_one("lm_head.weight")
         if files.has("lm_head.bias"):
@@ -168,11 +167,17 @@ class TargetEnds(nn.Module):
                 f"the weights of {location.source} lack {'embed_tokens' if embedding is None else 'lm_head'}.weight "
                 f"(tie_word_embeddings is {tied}); the checkpoint is incomplete or of an unsupported kind"
             )
+        wanted = (text_config.vocab_size, text_config.hidden_size)
+        if tuple(head.shape) != wanted:
+            raise DraftsmithError(
+                f"the output head of {location.source} is {tuple(head.shape)} and its configuration says {wanted} "
+                "(vocab_size, hidden_size); the configuration is another model's"
+            )
         resolved = parse_dtype(dtype) or text_config.dtype or embedding.dtype
         ends = cls(
             embedding.to(resolved),
             head.to(resolved),
-            embedding_scale=embedding_scale(shell.get_input_embeddings()),
+            embedding_scale=embedding_scale(empty_model(config, trust_remote_code).get_input_embeddings()),
             softcap=getattr(text_config, "final_logit_softcapping", None),
         )
         return ends.to(resolve_device(device))

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.location import locate, read_config, resolve_device
+from draftsmith.targets.location import empty_model, locate, read_config, resolve_device
 from draftsmith.targets.tensors import TensorFiles
 
 
@@ -27,8 +26,7 @@ def load_final_norm(
     """
     location = locate(path)
     config = read_config(location, revision, trust_remote_code)
-    with torch.device("meta"):
-        decoder = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).get_decoder()
+    decoder = empty_model(config, trust_remote_code).get_decoder()
     norm = getattr(decoder, "norm", None)
     if not isinstance(norm, nn.Module):
         raise DraftsmithError(

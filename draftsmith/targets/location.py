@@ -3,9 +3,10 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.gguf import converted
@@ -60,6 +61,12 @@ def read_config(location: Location, revision: str | None, trust_remote_code: boo
             f"cannot read the configuration of target {location.source!r}, looked for "
             f"{'on the hub' if location.directory is None else 'in that directory'}: {error}"
         ) from error
+
+
+def empty_model(config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """The causal language model of a configuration without its weights: modules on the meta device, to be looked at."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -64,8 +64,7 @@ class Target:
         self.text_config = model.config.get_text_config()
         self._decoder = model.get_decoder()
         layers = getattr(self._decoder, "layers", None)
-        limit = getattr(self.text_config, "max_position_embeddings", None)
-        if not isinstance(layers, nn.ModuleList) or limit is None or model.config.is_encoder_decoder:
+        if not isinstance(layers, nn.ModuleList) or model.config.is_encoder_decoder:
             raise DraftsmithError(
                 f"target {source} is a {type(model).__name__}; a decoder-only causal language model is needed "
                 "(Llama, Qwen, Mistral, Gemma and their like)"

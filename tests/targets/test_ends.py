@@ -121,6 +121,12 @@ def test_shapes_and_scales_that_do_not_fit(tmp_path):
     GraniteConfig(embedding_multiplier=12.0).save_pretrained(tmp_path)
     with pytest.raises(DraftsmithError, match=r"embedding_multiplier = 12\.0"):
         TargetEnds.load(tmp_path)
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    model.config.vocab_size = 96
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(DraftsmithError, match=r"output head of .* is \(97, 32\) and its configuration says \(96, 32\)"):
+        TargetEnds.load(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"metadata": {}}'])
