@@ -1,9 +1,13 @@
-"""The tables of what works, against what the code accepts and refuses."""
+"""The tables of what works: "refused" is what the code refuses, "tested" what a test shows that runs on any machine.
+
+`SHOWN` names those tests. A cell that the code accepts and no test shows is "untested".
+"""
 
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,18 +15,49 @@ import torch
 from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
-from draftsmith.capture.options import SglangOptions
+from draftsmith.capture.options import CaptureOptions, SglangOptions
 from draftsmith.capture.sglang import engine_arguments
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import LAYOUTS
+from draftsmith.layouts import LAYOUTS, WRITABLE
 from draftsmith.targets.options import TargetOptions
+from tests.docs.showing import collect, runs_everywhere, shown_methods
 from tests.layouts.drafts import HEADS, simple_draft, target_ends
-from tests.tiny import tiny_target
+from tests.tiny import KINDS, tiny_target
 from tests.tiny_draft import tiny_draft
 
 DOCS = Path(__file__).parents[2] / "docs"
 METHODS = {method.name: method for method in all_algorithms()}
+
+LEARNS = "tests/test_every_method_online.py::test_online_training_is_training_from_a_capture"
+DECODES = "tests/decoding/test_every_method.py::test_greedy_output_is_plain_decodings"
+EXPORTS = "tests/export/test_export_run.py::test_every_layout_holds_the_runs_draft_or_says_why_not"
+LOSSLESS = "tests/test_losslessness.py"
+ROLLOUTS = "tests/algorithms/test_rollouts.py"
+DPACE = "tests/families/test_dta.py::test_dpace_commits_the_maximum"
+SHOWN: dict[str, dict[str, list[str]]] = {
+    "methods": {"train": [LEARNS]},
+    "capture": {"hf": [LEARNS], "train.features=online": [LEARNS]},
+    "layouts": {layout: [f"{EXPORTS}[METHOD-{layout}]"] for layout in WRITABLE},
+    "decoding": {
+        "greedy": [f"{DECODES}[METHOD-all-proposals]"],
+        "sampling": [
+            f"{LOSSLESS}::test_sampled_output_has_the_targets_distribution[deterministic-T=1]",
+            *(
+                f"tests/families/test_{name}.py::test_sampled_output_has_the_targets_distribution"
+                for name in ("dflash2", "domino", "dspark")
+            ),
+        ],
+        "fewer proposals": [f"{DECODES}[METHOD-fewer-proposals]"],
+        "smaller blocks": [f"{DECODES}[METHOD-smaller-blocks]"],
+        "min_survival": [
+            "tests/families/test_dspark.py::test_greedy_equals_plain_decoding_when_the_draft_is_often_right"
+        ],
+        "rollout: dense, pruned": [f"{ROLLOUTS}::test_the_engine_generates_the_targets_own_tokens"],
+        "tensor_parallel": [f"{ROLLOUTS}::test_two_and_four_processes_equal_one"],
+    },
+}
+"""Table -> column -> tests: FILE::FUNCTION with all its parameters, or one of them, in which METHOD is each method."""
 
 
 def table(page: str, name: str) -> dict[str, dict[str, str]]:
@@ -42,6 +77,53 @@ def word(cell: str) -> str:
     return re.match(r"\w+", cell).group()
 
 
+# --- what tests show --------------------------------------------------------------------------------------------------
+
+
+@cache
+def collected():
+    templates = [template for columns in SHOWN.values() for tests in columns.values() for template in tests]
+    named = [*templates, DPACE, f"{LOSSLESS}::test_greedy_equals_plain_decoding"]
+    return collect({template.partition("::")[0] for template in named})
+
+
+def methods_of(template: str) -> set[str]:
+    """The methods that a test of `SHOWN` shows something of."""
+    name, bracket, _ = template.partition("[")
+    items = [item for item in collected()[name] if runs_everywhere(item)] if name in collected() else []
+    if not bracket:
+        return {method for item in items for method in shown_methods(item)}
+    wanted = {template.replace("METHOD", method) for method in METHODS}
+    return {method for item in items if item.nodeid in wanted for method in shown_methods(item)}
+
+
+def is_shown(name: str, column: str, method: Algorithm) -> bool:
+    """Whether a test shows it for the method; for what is done with its drafts, which of a method say its architecture
+    only, one of any method with that architecture will do."""
+    covered = {shown for template in SHOWN[name].get(column, []) for shown in methods_of(template)}
+    names = {method.name, method.architecture} if name in ("layouts", "decoding") else {method.name}
+    return bool(covered & names)
+
+
+def test_every_test_named_here_is_there_and_runs_on_any_machine():
+    for columns in SHOWN.values():
+        for template in (template for tests in columns.values() for template in tests):
+            assert methods_of(template), f"{template}: no such test, or one that is not always run"
+    assert methods_of(DPACE) == {"dflash"}
+
+
+def test_a_test_that_is_not_there_shows_nothing():
+    assert methods_of(f"{DECODES}[METHOD-longer-blocks]") == set()
+    assert methods_of(f"{DECODES}_and_more") == set()
+    assert methods_of(SHOWN["decoding"]["min_survival"][0]) == {"dspark"}
+    assert methods_of(SHOWN["decoding"]["sampling"][0]) == {"dflash"}
+    assert methods_of(SHOWN["decoding"]["sampling"][2]) == {"domino"}
+    assert methods_of(f"{DECODES}[METHOD-all-proposals]") == set(METHODS)
+
+
+# --- what the code accepts --------------------------------------------------------------------------------------------
+
+
 def accepted(work) -> bool:
     try:
         work()
@@ -55,28 +137,49 @@ def write(draft: Draft, layout: str) -> None:
     LAYOUTS[layout].write(draft.config.to_dict(), tensors, target_ends())
 
 
-@pytest.mark.parametrize("name", ["table: capture", "table: layouts", "table: decoding"])
+def check(name: str, method: Algorithm, accepts: dict[str, list[bool]]) -> None:
+    """The row says of each column what the code accepts (of the variants tried: column -> accepted) and tests show."""
+    said = table("capabilities.md", f"table: {name}")[method.name]
+    assert set(said) == set(accepts)
+    for column, variants in accepts.items():
+        if not any(variants):
+            wanted = "refused"
+        elif not is_shown(name, column, method):
+            wanted = "untested"
+        else:
+            wanted = "tested" if all(variants) else "partly"
+        assert word(said[column]) == wanted, f"{method.name}, {column}: {said[column]}; the code accepts {variants}"
+
+
+@pytest.mark.parametrize("name", ["capture", "layouts", "decoding"])
 def test_every_method_has_its_row(name):
-    rows = table("capabilities.md", name)
-    assert set(rows) == set(METHODS)
-    assert {word(cell) for row in rows.values() for cell in row.values()} <= {"tested", "untested", "refused", "partly"}
+    assert set(table("capabilities.md", f"table: {name}")) == set(METHODS)
+
+
+def test_methods():
+    rows = table("capabilities.md", "table: methods").values()
+    cells = {row["draft.algorithm"]: word(row["train"]) for row in rows}
+    weighting = next(name for name in cells if name.startswith("a weighting of"))
+    assert cells.pop(weighting) == ("tested" if methods_of(DPACE) else "untested")
+    assert cells == {
+        name: "tested" if is_shown("methods", "train", method) else "untested" for name, method in METHODS.items()
+    }
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_layouts(method: Algorithm):
-    said = table("capabilities.md", "table: layouts")[method.name]
-    for layout, cell in said.items():
-        drafts = [simple_draft(method.architecture, head) for head in range(len(HEADS[method.architecture]))]
-        written = [accepted(partial(write, draft, layout)) for draft in drafts]
-        expected = {"tested"} if all(written) else {"partly"} if any(written) else {"refused"}
-        assert word(cell) in expected, f"{method.name} in {layout}: {cell}, and the code writes {written}"
+    drafts = [simple_draft(method.architecture, head) for head in range(len(HEADS[method.architecture]))]
+    check("layouts", method, {layout: [accepted(partial(write, d, layout)) for d in drafts] for layout in WRITABLE})
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_capture(method: Algorithm):
     layout = method.capture(simple_draft(method.architecture).config)
-    refused = not accepted(lambda: engine_arguments(TargetOptions(path="target"), layout, SglangOptions()))
-    assert (table("capabilities.md", "table: capture")[method.name]["sglang"] == "refused") == refused
+    accepts = dict.fromkeys(
+        (*get_args(CaptureOptions.model_fields["backend"].annotation), "train.features=online"), True
+    )
+    accepts["sglang"] = accepted(lambda: engine_arguments(TargetOptions(path="target"), layout, SglangOptions()))
+    check("capture", method, {column: [accepts_it] for column, accepts_it in accepts.items()})
 
 
 @pytest.fixture
@@ -90,20 +193,27 @@ def group_of_one() -> Iterator[None]:
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_decoding(method: Algorithm):
-    said = table("capabilities.md", "table: decoding")[method.name]
     target = tiny_target()
     head = HEADS[method.architecture][0]
     draft = tiny_draft(target, architecture=method.architecture, head=head, block_size=6)
     tried = {
+        "greedy": lambda: method.proposer(draft, target.ends),
+        "sampling": lambda: method.proposer(draft, target.ends),
         "fewer proposals": lambda: method.proposer(draft, target.ends, 2),
         "smaller blocks": lambda: method.proposer(draft.with_block_size(4), target.ends),
         "min_survival": lambda: method.proposer(draft, target.ends, min_survival=0.5),
         "rollout: dense, pruned": lambda: [method.proposer(draft, target.ends, rollout=r) for r in ("dense", "pruned")],
         "tensor_parallel": lambda: method.proposer(draft, target.ends, rollout="dense", tensor_parallel=True),
     }
-    assert set(said) == {"greedy", "sampling", *tried}
-    for feature, work in tried.items():
-        assert (said[feature] != "refused") == accepted(work), f"{method.name}: {feature}"
+    check("decoding", method, {feature: [accepted(work)] for feature, work in tried.items()})
+
+
+def test_targets():
+    rows = table("capabilities.md", "table: targets")
+    (kinds,) = [name for name, cells in rows.items() if "random models of these types" in cells[""]]
+    listed = [kind.removesuffix("(text)").replace(" ", "").lower() for kind in kinds.split(",")]
+    items = collected()[f"{LOSSLESS}::test_greedy_equals_plain_decoding"]
+    assert set(listed) == {item.callspec.params["kind"] for item in items} == set(KINDS)
 
 
 def test_costs():
