@@ -27,6 +27,7 @@ from draftsmith.decoding.tuning import Tuning
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.evaluate import by_generating
+from draftsmith.export.card import Measured
 from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions
 from draftsmith.export.run import export_run
@@ -315,20 +316,23 @@ def export_directory(
     """The export of a run directory (or of the training directory inside one), for which its recipe is not needed.
 
     out None: `draft/` in the run directory. target None: where the run's features came from. The card names the accept
-    length of the run's benchmark if that measured these very weights, with nothing that holds proposals back.
+    length of the run's benchmark, and of which prompts, if that measured these very weights, with nothing that holds
+    proposals back.
     """
     one_process("export")
     training = run if (run / RECORD_FILE).is_file() else RunDirectory(run).training
     files = RunDirectory(training.parent)
     directory = out or files.draft_directory
-    measured: dict[str, float] = {}
+    measured: dict[str, Measured] = {}
     bench = Stamps(files.run, redo=False).finished("bench")
     if bench is not None and _proposes_all(bench) and files.bench_json.is_file():
         report = read_report(files.bench_json)
         for draft in report.drafts:
-            length = figures(report, draft, report.batch_sizes[0]).accept_length
-            if length is not None:
-                measured[str(bench["drafts"][draft.name])] = length.value
+            found, setting = figures(report, draft, report.batch_sizes[0]), report.setting
+            if found.accept_length is not None:
+                measured[str(bench["drafts"][draft.name])] = Measured(
+                    found.accept_length.value, found.prompts, setting["prompts"], setting["temperature"]
+                )
     exported = export_run(training, options, directory, target=target, measured=measured)
     say(f"draft: step {exported.step:,} in layout {options.layout} at {directory}; reads back as it was written")
 

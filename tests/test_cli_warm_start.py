@@ -140,7 +140,8 @@ def test_the_card_quotes_the_benchmark_of_these_weights(done):
     length = figures(report, report.drafts[0], report.batch_sizes[0]).accept_length.value
     walk(done, "export")
     card = (directory / "draft" / "README.md").read_text()
-    assert f"| accept length, measured | {length:.2f} tokens a verify |" in card
+    asked = f"{len(report.prompts)} prompts of {Path(report.setting['prompts']).name}, temperature 0"
+    assert f"| accept length, measured | {length:.2f} tokens a verify on {asked} |" in card
     status, _, said = run("bench", done)
     assert status == 0
     assert "bench: done already" in said  # a card changes nothing that was measured
@@ -160,7 +161,7 @@ def test_the_card_quotes_no_benchmark_that_held_proposals_back(done, tmp_path):
     for options, length in (
         (("--tuned", tuned), "not measured"),
         (("bench.engine.num_proposals=1",), "not measured"),
-        ((), r"\d\.\d\d tokens a verify"),
+        ((), r"\d\.\d\d tokens a verify on .*"),
     ):
         status, _, said = run("bench", done, *options, "bench.max_new_tokens=8")
         assert status == 0, said

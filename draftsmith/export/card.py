@@ -1,6 +1,7 @@
 """The README.md of an exported draft: what it is, what it learnt from, how it measures, how it is served."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftsmith.algorithms.registry import algorithm
@@ -10,17 +11,34 @@ from draftsmith.training.record import RunRecord
 from draftsmith.training.sums import Averages
 
 CARD_FILE = "README.md"
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark found: the accept length, over so many prompts of a source as `bench.prompts` names it, sampled
+    at this temperature."""
+
+    accept_length: float
+    prompts: int
+    source: str
+    temperature: float
+
+    def __str__(self) -> str:
+        # Of a file the name: where it lies on some disk means nothing to readers.
+        asked = f"{self.prompts:,} prompt{'s' * (self.prompts != 1)} of {Path(self.source).name}"
+        return f"{_length(self.accept_length)} on {asked}, temperature {self.temperature:g}"
 
 
 @dataclass(frozen=True)
 class Training:
     """What the card says of the training: the run's record, the step of the checkpoint, its held-out averages (None:
-    not evaluated there), and the accept length that `bench` measured with these very weights (None: not measured)."""
+    not evaluated there), and what `bench` measured with these very weights (None: not measured)."""
 
     record: RunRecord
     step: int
     evaluation: Averages | None
-    measured_accept_length: float | None
+    measured: Measured | None
 
 
 def model_card(config: DraftConfig, layout: str, target: str, directory: str, training: Training) -> str:
@@ -63,7 +81,7 @@ def _facts(config: DraftConfig, layout: str, target: str, training: Training) ->
         "training data": f"feature store {record.store[:12]}",
         "training steps": f"{training.step:,}",
         "started from": started or "fresh weights",
-        "accept length, measured": _length(training.measured_accept_length),
+        "accept length, measured": training.measured or NOT_MEASURED,
         "accept length, held-out documents (teacher-forced)": _length((training.evaluation or {}).get("accept_length")),
         "block size": config.block_size,
         "layers": config.num_hidden_layers,
@@ -76,7 +94,7 @@ def _facts(config: DraftConfig, layout: str, target: str, training: Training) ->
 
 
 def _length(value: Any) -> str:
-    return "not measured" if value is None else f"{value:.2f} tokens a verify"
+    return NOT_MEASURED if value is None else f"{value:.2f} tokens a verify"
 
 
 def _front_matter(target: str, method: str) -> list[str]:

@@ -10,7 +10,7 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.convert import parts_of
 from draftsmith.drafts.draft import Draft, file_name
 from draftsmith.errors import DraftsmithError
-from draftsmith.export.card import CARD_FILE, Training, model_card
+from draftsmith.export.card import CARD_FILE, Measured, Training, model_card
 from draftsmith.export.fingerprint import fingerprint
 from draftsmith.export.options import ExportOptions
 from draftsmith.export.verify import verify_export
@@ -35,12 +35,12 @@ def export_run(
     out: Path,
     *,
     target: TargetOptions | None = None,
-    measured: Mapping[str, float] | None = None,
+    measured: Mapping[str, Measured] | None = None,
 ) -> Exported:
     """Writes the draft of a training directory to `out`, whole or not at all, once what is read from there is compared.
 
     target: where the target lies, None: where the run's features came from; it is loaded (embedding and output head)
-    only for layouts that carry them. measured: accept lengths that a benchmark found, by the draft's `fingerprint`.
+    only for layouts that carry them. measured: what a benchmark found, by the draft's `fingerprint`.
     Raises `DraftsmithError` for a run without the checkpoint asked for, a layout that is not there or cannot express
     the draft, a directory that may not be written, and a draft that does not read back as it was.
     """

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, safe_open
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.export.card import Measured
 from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions, RopeScaling
 from draftsmith.export.run import export_run
@@ -157,19 +158,21 @@ def test_a_measurement_is_quoted_for_the_very_weights_only(
 ) -> None:
     target = TargetOptions(path=str(target_path))
 
-    def quoted(method: str, measured: dict[str, float], **fields: Any) -> bool:
+    def quoted(method: str, measured: dict[str, Measured], **fields: Any) -> bool:
         export_run(
             runs[method], ExportOptions(which="last", **fields), tmp_path / "again", target=target, measured=measured
         )
-        return "| accept length, measured | 2.75 tokens a verify |" in (tmp_path / "again" / "README.md").read_text()
+        line = "| accept length, measured | 2.75 tokens a verify on 1,319 prompts of asked.jsonl, temperature 0.7 |"
+        return line in (tmp_path / "again" / "README.md").read_text()
 
     export_run(runs["dflash"], ExportOptions(which="last"), tmp_path / "first", target=target)
-    measured = {directory_fingerprint(tmp_path / "first"): 2.75}
+    found = Measured(2.75, 1319, "some/where/asked.jsonl", 0.7)
+    measured = {directory_fingerprint(tmp_path / "first"): found}
     assert quoted("dflash", measured)
     assert quoted("dflash", measured, layout="speculators")
     assert not quoted("dta", measured)
     assert not quoted("dflash", measured, rope_scaling=RopeScaling(factor=2.0))
-    assert not quoted("dflash", {"0" * 64: 2.75})
+    assert not quoted("dflash", {"0" * 64: found})
 
 
 def test_yarn_is_written_and_the_commands_scale_the_target_alike(runs: dict[str, Path], tmp_path: Path) -> None:
