@@ -29,7 +29,7 @@ from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
 from draftsmith.progress import Progress, SilentProgress
 from draftsmith.targets.taps import tap_fault
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 FINAL_STATES = ("post_norm", "pre_norm", "none")
 
@@ -113,7 +113,7 @@ def import_features(
     size = sum(path.stat().st_size for path in files)
     tokens = round(first.input_ids.shape[0] * size / files[0].stat().st_size)
     estimate = estimate_of(len(files), tokens, layout, directory)
-    logger.info("import: about %s (%d samples finished before)", estimate, len(finished))
+    _log.info("import: about %s (%d samples finished before)", estimate, len(finished))
     check_room(estimate, layout, directory, options.force)
     for path in islice(files, source.check_samples):
         if check is None:

@@ -7,7 +7,7 @@ from draftsmith.capture.plan import SizeEstimate, readable_bytes
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def check_room(estimate: SizeEstimate, layout: CaptureLayout, directory: Path, force: bool) -> None:
@@ -22,4 +22,4 @@ def check_room(estimate: SizeEstimate, layout: CaptureLayout, directory: Path, f
         raise DraftsmithError(
             f"{shortage}: free some, capture fewer samples or fewer layers, or start anyway with capture.force=true"
         )
-    logger.warning("%s; started anyway (capture.force)", shortage)
+    _log.warning("%s; started anyway (capture.force)", shortage)

@@ -34,7 +34,7 @@ from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store, sole_writer
 from draftsmith.progress import Progress, SilentProgress
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def capture(
@@ -71,7 +71,7 @@ def capture(
     def prepare() -> tuple[set[str], SizeEstimate]:
         finished = finished_samples(directory, samples) if claimed_by(directory, header) else set()
         estimate = estimate_size([sample for sample in accepted if sample.id not in finished], layout, directory)
-        logger.info("capture: %s (%d samples finished before)", estimate, len(finished))
+        _log.info("capture: %s (%d samples finished before)", estimate, len(finished))
         check_room(estimate, layout, directory, options.force)
         StoreWriter(directory, header, options.shard_bytes).close()  # the header is there before others write
         with sole_writer(directory):  # nor is a process of an earlier capture still at work
@@ -130,7 +130,7 @@ def _compute_share(
     tokens = sum(sample.input_ids.shape[0] for batch in batches for sample in batch)
 
     def say_rate(tokens_per_second: float) -> None:
-        logger.info(
+        _log.info(
             "capture: about %s at %s tokens/s%s, if the disk takes %s/s",
             readable_duration(tokens / tokens_per_second),
             f"{tokens_per_second:,.0f}",

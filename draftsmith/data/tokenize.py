@@ -22,7 +22,7 @@ from draftsmith.data.options import DataOptions
 from draftsmith.data.sample import Conversation, Sample
 from draftsmith.errors import DraftsmithError
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # How transformers itself tells that a template marks the assistant's tokens.
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -75,7 +75,7 @@ def tokenize_all(
     """
     report = TokenizeReport(default_system_prompt=default_system_prompt(tokenizer, options))
     if report.default_system_prompt is not None:
-        logger.info(
+        _log.info(
             "%s adds a system prompt to conversations without one: %r (data.system_prompt sets another)",
             template_name(tokenizer, options),
             report.default_system_prompt,

@@ -32,7 +32,7 @@ from draftsmith.kernels.requirement import need_triton
 from draftsmith.targets.location import current
 from draftsmith.targets.target import Target
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _FUSED_BLOCK_SIZE = 32
 """Widest block that the fused pass is tested with."""
@@ -376,7 +376,7 @@ def block_runner(draft: Draft) -> BlockRunner:
     if draft.device.type != "cuda":
         return DenseBlocks(draft)
     if draft.config.block_size > _FUSED_BLOCK_SIZE:
-        _LOG.warning(
+        _log.warning(
             "the draft's blocks have %d slots and the fused pass takes up to %d: the draft's own modules run, which is "
             "slower; decode with a smaller block (tune finds one), or train one",
             draft.config.block_size,

@@ -5,7 +5,7 @@ import logging
 from draftsmith.features.manifest import StoreError, StoreHeader, TargetIdentity, TokenizerIdentity
 from draftsmith.features.schema import CaptureLayout
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def check_store(
@@ -59,7 +59,7 @@ def _warn_of_new_names(stored: TargetIdentity, target: TargetIdentity) -> None:
     for field in ("source", "revision"):
         has, needs = getattr(stored, field), getattr(target, field)
         if has != needs:
-            logger.warning(
+            _log.warning(
                 "target.%s: the store was captured from %r, this run loads %r; shape and sampled weights are equal, so "
                 "they are taken for the same model",
                 field,

@@ -12,7 +12,7 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.files import replacing
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class AnswerFile:
@@ -108,7 +108,7 @@ class AnswerFile:
         whole = content.rfind(b"\n") + 1
         if whole == len(content):
             return
-        logger.warning("%s: dropped a torn last line of %d bytes", self.path, len(content) - whole)
+        _log.warning("%s: dropped a torn last line of %d bytes", self.path, len(content) - whole)
         with self.path.open("r+b") as file:
             file.truncate(whole)
             os.fsync(file.fileno())

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from draftsmith.errors import DraftsmithError
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # The server may answer these another time; every other 4xx is a fault of the request.
 RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
@@ -81,7 +81,7 @@ class ChatEndpoint:
                         "up, then run again to go on with what is missing (regenerate.endpoint.retries sets the tries)"
                     ) from fault
                 wait = fault.retry_after or self.options.backoff_seconds * 2**attempt * random.uniform(0.5, 1.0)
-                logger.debug("%s: %s; next try in %.1f s", about, fault, wait)
+                _log.debug("%s: %s; next try in %.1f s", about, fault, wait)
                 time.sleep(min(wait, LONGEST_WAIT_SECONDS))
             else:
                 return self._parse(reply, about)

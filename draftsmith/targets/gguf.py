@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.errors import DraftsmithError
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # Tokenizer attribute -> the GGUF metadata field with the token's id.
 _SPECIAL_TOKENS = {
@@ -55,7 +55,7 @@ def converted(path: Path) -> Path:
         raise DraftsmithError(f"there is no GGUF file {path}; check the path")
     directory = conversion_directory(path)
     if not directory.is_dir():
-        logger.info("dequantising %s into %s (once)", path, directory)
+        _log.info("dequantising %s into %s (once)", path, directory)
         _convert(path, directory)
     return directory
 

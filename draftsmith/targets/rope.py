@@ -6,7 +6,7 @@ from typing import Any
 
 from draftsmith.errors import DraftsmithError
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -51,7 +51,7 @@ def tell_window(source: str, text_config: Any) -> None:
     """Warns where texts must end before the model's own last position."""
     window = text_window(text_config)
     if window < text_config.max_position_embeddings:
-        _LOG.warning(
+        _log.warning(
             "target %s: texts may have %d tokens, not %d: beyond, its rope (longrope) turns all of a text otherwise, "
             "which no cache can follow",
             source,

@@ -27,7 +27,7 @@ from draftsmith.targets.taps import check_tap_ids, tap_layers
 if TYPE_CHECKING:
     from draftsmith.targets.fused import FusedDecoder
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # Tokens of the comparison of the fused decoder with the model's own code.
 _FUSE_PROBE = 6
@@ -162,7 +162,7 @@ class Target:
 
         fault = fusing_fault(self._decoder, self.text_config)
         if fault is not None:
-            _LOG.warning("target %s is not fused, so that its own code decodes: %s", self.source, fault)
+            _log.warning("target %s is not fused, so that its own code decodes: %s", self.source, fault)
         return fault is None
 
     def _need_triton(self) -> None:
