@@ -20,6 +20,7 @@ from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.check import check_store
 from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
 from draftsmith.features.reader import Store
+from draftsmith.kernels.requirement import need_triton
 from draftsmith.launcher import process_count
 from draftsmith.progress import Progress, SilentProgress
 from draftsmith.targets.ends import TargetEnds
@@ -251,6 +252,8 @@ def _accelerator(options: TrainOptions, track: TrackOptions, run_dir: Path) -> t
             "its own number: use 'cuda' or 'auto'"
         )
     wanted = resolve_device(options.device, "train.device")
+    if wanted.type == "cuda":  # the losses, at least, are kernels there
+        need_triton(f"training on {wanted}", ", or set train.device to 'cpu'")
     accelerator = Accelerator(
         cpu=wanted.type == "cpu",
         mixed_precision="no",

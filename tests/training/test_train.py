@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -357,6 +358,13 @@ def test_a_device_that_is_not_there_is_an_error(target, store, run_dir):
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(DraftsmithError, match=r"train\.device is 'cuda'"):
+        run(target, store, run_dir, options(device="cuda"))
+
+
+def test_training_on_cuda_without_triton_is_refused_at_the_start(target, store, run_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DraftsmithError, match=r"training on cuda needs the package triton.*or set train\.device"):
         run(target, store, run_dir, options(device="cuda"))
 
 
