@@ -8,7 +8,9 @@ import xml.etree.ElementTree as ElementTree
 from html import unescape
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from draftsmith.bench.headline import summary_lines, summary_rows
 from draftsmith.bench.page import render_page
@@ -165,36 +167,145 @@ def asked_of(page, script, directory, *, width, scheme):
     return json.loads(unescape(re.search(r"<title>(.*?)</title>", dumped.stdout, re.DOTALL).group(1)))
 
 
+LONG = "smollm2-135m-dspark-of-16-slots-b"
+"""A draft's name that does not fit where short ones do."""
+
+
+def of_two_drafts():
+    """As `rendered`, with a second draft that is somewhat slower."""
+    made, _ = rendered()
+    own = [one for one in made.answers if one.decoder == "d"]
+    rounds = report(own).rounds
+    slower = [r.model_copy(update={"decoder": LONG, "seconds": 1.25 * r.seconds}) for r in rounds if r.decoder == "d"]
+    answers = [one.model_copy(update={"decoder": LONG}) for one in own]
+    second = made.decoders[1].model_copy(update={"name": LONG})
+    fields = {"decoders": [*made.decoders, second], "rounds": [*rounds, *slower]}
+    return render_page(made.model_copy(update={**fields, "answers": [*made.answers, *answers]}))
+
+
+LAID_OUT = """
+const box = r => [r.left + scrollX, r.top + scrollY, r.right + scrollX, r.bottom + scrollY];
+const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const node = walker.currentNode, range = document.createRange();
+  if (!node.data.trim() || node.parentElement.closest('.scroll, script, title')) continue;
+  range.selectNodeContents(node);
+  const around = node.parentElement.closest('figure, .card, details, main');
+  for (const line of range.getClientRects())
+    if (line.width > 0) texts.push([node.data, box(line), box(around.getBoundingClientRect())]);
+}
+const bars = [...document.querySelectorAll('svg rect')].map(
+  r => [box(r.getBoundingClientRect()), r.textContent, r.closest('figure').querySelector('h3').textContent]);
+return {texts, bars, heading: box(document.querySelector('h1').getBoundingClientRect()),
+  wide: document.documentElement.scrollWidth, shown: document.body.innerText,
+  strokes: [...document.querySelectorAll('polyline')].map(l => getComputedStyle(l).stroke)};
+"""
+
+
+def colours_of(scheme):
+    """The colours that a style sheet gives to names, in a scheme: name -> (red, green, blue)."""
+    blocks = {"light": STYLE.split("@media")[0], "dark": STYLE.split("prefers-color-scheme: dark")[1].split("* {")[0]}
+    pairs = re.findall(r"--([\w-]+): #([0-9a-f]{6})", blocks[scheme])
+    return {name: tuple(bytes.fromhex(digits)) for name, digits in pairs}
+
+
+def near(pixels, colour):
+    return np.abs(pixels.astype(int) - colour).max(-1) <= 8
+
+
+def check_texts(texts):
+    """None reaches out of the card that it is in, or into another one."""
+    boxes = np.array([text[1] for text in texts])
+    around = np.array([text[2] for text in texts])
+    outside = (boxes[:, :2] < around[:, :2] - 1).any(1) | (boxes[:, 2:] > around[:, 2:] + 1).any(1)
+    assert [text[0] for text, out in zip(texts, outside, strict=True) if out] == []
+    inset = (boxes[:, 3] - boxes[:, 1])[:, None] * [0, 0.25, 0, -0.25] + [1, 0, -1, 0]  # letters do not fill a line
+    left, top, right, bottom = (boxes + inset).T
+    across = np.minimum(right[:, None], right) - np.maximum(left[:, None], left)
+    down = np.minimum(bottom[:, None], bottom) - np.maximum(top[:, None], top)
+    meet = np.argwhere(np.triu((across > 0) & (down > 0), 1))
+    assert [(texts[one][0], texts[other][0]) for one, other in meet] == []
+
+
+def check_bars(bars, pixels, colours):
+    """Each is filled with its series' colour, from its left to its right end, and what is beyond is not."""
+    seen = set()
+    for (left, top, right, bottom), title, _ in bars:
+        if bottom > len(pixels) or right - left < 12 or bottom - top < 6:
+            continue
+        name = re.split(r"[:,]", title)[0]
+        filled = colours["plain" if name == PLAIN else "c0" if name == "d" else "c1"]
+        row = pixels[round(top + 0.2 * (bottom - top))]  # above a whisker, but for the marks of its ends
+        inside = near(row[round(left) + 2 : round(right) - 2], filled)
+        assert inside[[0, -1]].all(), title
+        assert inside.mean() > 0.8, title
+        assert not near(row[[round(left) - 2, round(right) + 2]], filled).any(), title
+        seen.add(name)
+    assert seen == {PLAIN, "d", LONG}
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 @pytest.mark.parametrize(("scheme", "width"), [("light", 500), ("dark", 900)])
 def test_a_browser_draws_the_page(scheme, width, tmp_path):
-    made, page = rendered()
+    page = of_two_drafts()
     path, shot = tmp_path / "bench.html", tmp_path / "shot.png"
     path.write_text(page, encoding="utf-8")
-    found = asked_of(
-        page,
-        "const s = getComputedStyle(document.body);"
-        "return {paper: s.backgroundColor, wide: document.documentElement.scrollWidth, shown: document.body.innerText,"
-        "bars: [...document.querySelectorAll('svg rect')].every(r => r.getBoundingClientRect().right <= innerWidth)}",
-        tmp_path,
-        width=width,
-        scheme=scheme,
-    )
+    found = asked_of(page, LAID_OUT, tmp_path, width=width, scheme=scheme)
     assert found["wide"] <= width
-    assert found["bars"]
-    paper = [int(part) for part in re.findall(r"\d+", found["paper"])]
-    assert (sum(paper) < 150) == (scheme == "dark")
     for text in (
         "Speculative decoding against plain decoding",
         "How the text came",
         "mended",
         "accept length",
+        "times as fast as the target alone",
         "<script>",
     ):
         assert text in found["shown"]
+    check_texts(found["texts"])
+    assert all(right <= width for (_, _, right, _), _, _ in found["bars"])
+    lengths = {title: right - left for (left, _, right, _), title, figure in found["bars"] if figure == "Decoding"}
+    plain, first, second = lengths.values()
+    assert first > second > plain > 0
+
     command = [*browser_flags(tmp_path, width, scheme), f"--screenshot={shot}", f"file://{path}"]
     subprocess.run(command, capture_output=True, check=True, timeout=120)
-    assert shot.stat().st_size > 10_000
+    pixels, colours = np.asarray(Image.open(shot).convert("RGB")), colours_of(scheme)
+    assert pixels.shape == (1800, width, 3)
+    assert near(pixels[:, :4], colours["paper"]).all()
+    left, top, right, bottom = map(round, found["heading"])
+    heading = pixels[top:bottom, left:right]
+    assert near(heading, colours["paper"]).mean() > 0.5
+    assert near(heading, colours["ink"]).mean() > 0.02
+    check_bars(found["bars"], pixels, colours)
+
+
+def test_the_schemes_have_other_colours_of_the_same_names():
+    light, dark = colours_of("light"), colours_of("dark")
+    assert light.keys() == dark.keys() >= {"paper", "ink", "plain", "c0", "c6"}
+    assert all(light[name] != dark[name] for name in light)
+    assert sum(light["paper"]) > sum(light["ink"])
+    assert sum(dark["paper"]) < sum(dark["ink"])
+
+
+def test_what_is_checked_of_a_drawing_would_be_seen():
+    card = [0.0, 0.0, 100.0, 100.0]
+    good = [["one", [5.0, 5.0, 50.0, 20.0], card], ["two", [5.0, 22.0, 95.0, 40.0], card]]
+    check_texts(good)
+    for wrong in ([5.0, 22.0, 105.0, 40.0], [30.0, 10.0, 60.0, 25.0]):
+        with pytest.raises(AssertionError):
+            check_texts([good[0], ["two", wrong, card]])
+    colours = {"plain": (90, 90, 90), "c0": (0, 0, 200), "c1": (200, 0, 0)}
+    names = {PLAIN: "plain", "d": "c0", LONG: "c1"}
+    bars, pixels = [], np.full((100, 200, 3), 255, np.uint8)
+    for number, (name, colour) in enumerate(names.items()):
+        bars.append([(20.0, 10.0 + 30 * number, 120.0, 26.0 + 30 * number), f"{name}: 4.0", "Decoding"])
+        pixels[10 + 30 * number : 26 + 30 * number, 20:120] = colours[colour]
+    check_bars(bars, pixels, colours)
+    for change in (slice(20, 120), slice(110, 120), slice(120, 125)):
+        wrong = pixels.copy()
+        wrong[40:56, change] = 255 if change.start < 120 else colours["c0"]
+        with pytest.raises(AssertionError):
+            check_bars(bars, wrong, colours)
 
 
 def training_page(directory, entries):
@@ -239,14 +350,8 @@ def test_a_training_that_ended_before_its_first_entry_says_so(tmp_path):
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_draws_a_training(tmp_path):
     page = training_page(tmp_path, training_entries())
-    found = asked_of(
-        page,
-        "return {wide: document.documentElement.scrollWidth, shown: document.body.innerText,"
-        "strokes: [...document.querySelectorAll('polyline')].map(l => getComputedStyle(l).stroke)}",
-        tmp_path,
-        width=600,
-        scheme="dark",
-    )
+    found = asked_of(page, LAID_OUT, tmp_path, width=600, scheme="dark")
+    check_texts(found["texts"])
     assert found["wide"] <= 600
     assert "accept length" in found["shown"]
     assert "none" not in found["strokes"]
