@@ -5,17 +5,23 @@ import itertools
 import json
 import re
 import shlex
+from collections import defaultdict
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 import typer
 import yaml
+from pydantic import BaseModel
 
 from draftsmith.algorithms.registry import all_algorithms
+from draftsmith.bench.options import BenchOptions
 from draftsmith.cli import app
+from draftsmith.data.named import DATA_SETS
 from draftsmith.errors import DraftsmithError
-from draftsmith.recipe import load_recipe
+from draftsmith.layouts import LAYOUTS, WRITABLE
+from draftsmith.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"] if "dev" not in page.parts)
@@ -131,6 +137,34 @@ def test_links_lead_somewhere(page):
         there = (page.parent / file).resolve() if file else page
         assert there.exists(), f"{page.name} links to {target}"
         assert not anchor or anchor in anchors(there), f"{page.name} links to {target}"
+
+
+def sections(model, name):
+    """(name, fields) of a part of a recipe and of the parts within it."""
+    yield name, set(model.model_fields)
+    for field, info in model.model_fields.items():
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from sections(kind, f"{name}.{field}" if name else field)
+
+
+def test_every_field_of_a_recipe_is_listed_with_its_section():
+    listed = defaultdict(set)
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for entry in page.split("\n## Fields\n")[1].split("\n## ")[0].split("\n- ")[1:]:
+        name, rest = re.match(r"`([\w.]+)`[^:]*:(.*)", entry, re.DOTALL).groups()
+        listed[name] |= set(re.findall(r"`(\w+)`", rest))
+    for name, fields in sections(Recipe, ""):
+        if name and not name.startswith("draft"):
+            assert {field for field in fields if f"{name}.{field}" not in listed} == listed[name], name
+
+
+def test_lists_in_help_and_docstrings_are_those_of_the_code():
+    for command in ("export", "convert"):
+        (option,) = (one for one in GROUP.commands[command].params if one.name == "layout")
+        assert set(WRITABLE) == set(re.findall(r"\w+", option.help)) & {*LAYOUTS}, command
+    for text in (BenchOptions.__doc__, (ROOT / "docs" / "data.md").read_text(encoding="utf-8")):
+        assert {name for name in DATA_SETS if f"`{name}`" in text} == set(DATA_SETS)
 
 
 def test_every_page_is_in_the_navigation():
