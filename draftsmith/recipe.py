@@ -247,7 +247,9 @@ def _unknown_key(location: Sequence[str], model: type[BaseModel]) -> str:
     known = sorted(owner.model_fields)
     near = difflib.get_close_matches(key, known, n=1)
     elsewhere = [".".join(path) for path in _paths_of(key, Recipe)] if model is Recipe else []
-    if near:
+    if place in elsewhere:  # a section of several kinds, which a field of it names, as `draft.algorithm` does
+        hint = f"only another kind of `{place}` has it; valid keys: {', '.join(known)}"
+    elif near:
         hint = f"did you mean `{near[0]}`?"
     elif elsewhere:
         hint = f"it belongs under `{elsewhere[0]}`"

@@ -129,6 +129,10 @@ def test_a_list_or_nothing_is_no_recipe(tmp_path):
             with_value("draft", "objective", {"weighting": {"kind": "decay", "gama": 2}}),
             "unknown key `gama` in section `draft.objective.weighting`; did you mean `gamma`",
         ),
+        (
+            with_value("draft", "markov_rank", 8),
+            "unknown key `markov_rank` in section `draft`; only another kind of `draft` has it; valid keys: algorithm,",
+        ),
     ],
 )
 def test_unknown_keys_name_section_and_nearest_key(fields, said):
