@@ -54,7 +54,7 @@ def tokens(generations: list[Generation]) -> list[list[int]]:
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
 def test_plain_decoding_equals_the_librarys_own(kind: str) -> None:
     target = target_of(kind)
     for prompt, answer in zip(prompts(), plain_answers(kind), strict=True):
@@ -62,9 +62,9 @@ def test_plain_decoding_equals_the_librarys_own(kind: str) -> None:
         assert text[0, len(prompt) :].tolist() == answer
 
 
-@pytest.mark.parametrize("block_size", [2, 7, 16])
-@pytest.mark.parametrize("layers", [1, 2, 5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layers", "block_size"), [*itertools.product(KINDS, (1, 2, 5), (2, 7, 16)), ("qwen3_moe", 2, 7)]
+)
 def test_greedy_equals_plain_decoding(kind: str, layers: int, block_size: int) -> None:
     target = target_of(kind)
     draft = tiny_draft(target, num_layers=layers, block_size=block_size, seed=layers)

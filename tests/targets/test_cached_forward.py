@@ -67,7 +67,7 @@ def test_the_plain_forward_is_the_models_own(kind):
     torch.testing.assert_close(target.ends.project(states.final_state), logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
 def test_taps_come_out_of_a_cached_forward_too(kind):
     target = tiny_target(kind)
     row = _rows()[:1]

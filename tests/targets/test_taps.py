@@ -52,7 +52,7 @@ def _inputs(batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 97, (batch, width)), torch.arange(width).expand(batch, -1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
 def test_taps_are_the_models_own_hidden_states_in_the_order_asked_for(kind):
     target = tiny_target(kind)
     ids, positions = _inputs(2, 13)
