@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.drafts.draft import Draft
 from draftsmith.layouts import LayoutError, TargetParts, read_directory
 from tests.layouts.drafts import FULL, SLIDING, simple_draft, target_ends
@@ -41,7 +42,9 @@ def test_what_vllm_serves_by_itself(saved: tuple[Path, Draft]) -> None:
     assert config["aux_hidden_state_layer_ids"] == [3, 2, 1]  # taps 2, 1, 0
     assert config["sample_from_anchor"] is first
     method = config["speculators_config"]["proposal_methods"][0]
-    assert method == {"proposal_type": "greedy", "speculative_tokens": 6 if first else 5, "verifier_accept_k": 1}
+    proposals = algorithm_for(draft.config).block_layout(draft.config).max_proposals
+    assert proposals == (6 if first else 5)
+    assert method == {"proposal_type": "greedy", "speculative_tokens": proposals, "verifier_accept_k": 1}
     assert config["speculators_config"]["verifier"] == {
         "name_or_path": "organisation/target",
         "architectures": ["LlamaForCausalLM"],

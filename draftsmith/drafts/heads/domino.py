@@ -29,6 +29,7 @@ class DominoHeadConfig(HeadConfig):
     shift_label: Bool = False
 
     def disagreements(self, config: "DraftConfig") -> Iterable[str]:
+        # What `BlockLayout` says, which stands above this room; a test holds both to one count.
         proposals = config.block_size if self.shift_label else config.block_size - 1
         if self.pure_draft_prefix_len >= proposals:
             yield (
