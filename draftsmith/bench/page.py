@@ -41,7 +41,7 @@ def render_page(report: BenchReport) -> str:
         "<h2>Accept length</h2>",
         '<p class="dim">Tokens committed per verify: the accepted proposals and one token of the target\'s own. '
         "Intervals are over prompts.</p>",
-        '<div class="pair">',
+        '<div class="pair uneven">',
         _accept_length(drafted, names, len(report.batch_sizes) > 1),
         _categories(first, names),
         "</div>",
@@ -88,7 +88,7 @@ def _card(found: Figures, names: Sequence[str]) -> str:
         f'<div class="numbers"><div><div class="big">{number(None if length is None else length.value)}</div>'
         f'<div class="what">accept length{_between(length)}</div></div>'
         f'<div><div class="big">{number(None if speed is None else speed.value)}<small> x</small></div>'
-        f'<div class="what">as fast as plain{_between(speed)}</div></div></div></div>'
+        f'<div class="what">as fast as plain, decoding{_between(speed)}</div></div></div></div>'
     )
 
 

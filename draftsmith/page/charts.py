@@ -162,8 +162,8 @@ def _svg(marks: str, label: str, height: float, width: int = WIDTH) -> str:
 
 
 def _faded(count: int) -> list[str]:
-    """So many shades of one colour, as CSS, from full to a quarter."""
-    shares = (100 - 75 * number / max(count - 1, 1) for number in range(count))
+    """So many shades of one colour, as CSS, from full to two fifths, which are seen on dark paper as well."""
+    shares = (100 - 60 * number / max(count - 1, 1) for number in range(count))
     return [f"color-mix(in srgb, var(--c0) {share:.0f}%, var(--card))" for share in shares]
 
 
@@ -174,7 +174,7 @@ def _short(text: str) -> str:
 def _ticks(low: float, high: float, wanted: int, *, whole: bool = False) -> list[float]:
     """About so many round numbers in [low, high], of them only whole ones where asked."""
     if high <= low:
-        return [low]
+        return [low if whole else float(f"{low:.4g}")]
     raw = (high - low) / wanted
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)

@@ -30,7 +30,7 @@ p { margin: .25rem 0 .9rem; max-width: 80ch; } .dim, figcaption { color: var(--d
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 1rem; margin: 1.6rem 0 0; }
 .card, figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1.1rem 1.25rem; }
 figure { margin: .8rem 0 0; } .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr));
-  gap: 1rem; } .pair figure { margin: 0; }
+  gap: 1rem; } .pair figure { margin: 0; } .pair.uneven { align-items: start; }
 .card .big { font-size: 2.1rem; line-height: 1.15; font-weight: 640; letter-spacing: -.03em;
   font-variant-numeric: tabular-nums; }
 .card .big small { font-size: 1rem; font-weight: 500; letter-spacing: 0; color: var(--dim); }
@@ -85,6 +85,6 @@ SHADES = 8
 """Steps of the shade of accepted tokens, `.a1` to `.a8`: the deeper, the later the slot."""
 
 STYLE += "".join(
-    f".tokens i.a{step} {{ background: rgba(var(--accept), {0.10 + 0.055 * (step - 1):.3f}); }}\n"
+    f".tokens i.a{step} {{ background: rgba(var(--accept), {0.17 + 0.045 * (step - 1):.3f}); }}\n"
     for step in range(1, SHADES + 1)
 )
