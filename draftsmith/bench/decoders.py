@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.algorithms.checks import check_num_proposals
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.records import PLAIN, Decoder
@@ -138,7 +139,7 @@ def _with_graphs(target: Target, options: EngineOptions) -> bool:
 
 def proposals(draft: Draft, options: EngineOptions) -> int:
     """Tokens that the engine has a draft propose a verify."""
-    return options.num_proposals or algorithm_for(draft.config).block_layout(draft.config).max_proposals
+    return check_num_proposals(options.num_proposals, algorithm_for(draft.config).block_layout(draft.config))
 
 
 def describe(entry: DraftEntry, options: BenchOptions, memory_bytes: dict[int, int]) -> Decoder:
