@@ -17,7 +17,7 @@ class DataSet:
     """Where a data set lies on the hub, and how a row becomes a prompt's turns and category.
 
     split: the rows to measure on; train_split: others, to learn from, where there are any; columns: those that a row
-    must have as text (the first may be a list of texts, the turns).
+    must have as text; dialogues: the first is a list of texts, the turns.
     """
 
     path: str
@@ -27,6 +27,7 @@ class DataSet:
     turns: Callable[[Mapping[str, Any]], list[str]]
     category: str | None = None
     train_split: str | None = None
+    dialogues: bool = False
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[str]:
@@ -61,7 +62,13 @@ DATA_SETS = {
         train_split="train",
     ),
     "mt-bench": DataSet(
-        "HuggingFaceH4/mt_bench_prompts", None, "train", ("prompt",), lambda row: list(row["prompt"]), "category"
+        "HuggingFaceH4/mt_bench_prompts",
+        None,
+        "train",
+        ("prompt",),
+        lambda row: list(row["prompt"]),
+        "category",
+        dialogues=True,
     ),
     "alpaca": DataSet("tatsu-lab/alpaca", None, "train", ("instruction", "input"), _alpaca),
 }
@@ -80,6 +87,8 @@ def named_prompts(source: str, split: Split) -> list[Prompt]:
     the data set's.
     """
     name, at, file = source.partition("@")
+    if at and not file:
+        raise DraftsmithError(f"{source!r} names no file after the @; give {name}@FILE.jsonl, or {name} alone")
     if at:
         return parse_records(Path(file), "row", lambda row, identity: to_prompt(name, row, identity))
     return rows_to_prompts(name, _download(name, _hub_split(name, split)))
@@ -113,10 +122,13 @@ def to_prompt(name: str, row: Mapping[str, Any], identity: str) -> Prompt:
     found = DATA_SETS[name]
     for column in found.columns:
         value = row.get(column)
-        texts = value if isinstance(value, list | tuple) else [value]
+        texts = [value]
+        if found.dialogues:
+            texts = list(value) if isinstance(value, list | tuple) else []
         if not texts or not all(isinstance(text, str) for text in texts):
             raise RecordError(
-                f"column {column!r} is {value!r:.60}; the columns of {name} are {', '.join(found.columns)}, each a text"
+                f"column {column!r} is {value!r:.60}; the columns of {name} are {', '.join(found.columns)}, each a "
+                + ("list of texts, the turns" if found.dialogues else "text")
             )
     category = row.get(found.category) if found.category else None
     return Prompt(identity, tuple(found.turns(row)), str(category) if category else None)

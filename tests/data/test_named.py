@@ -41,6 +41,25 @@ def test_turns_and_categories():
     assert rows_to_prompts("alpaca", [ROWS["alpaca"] | {"input": ""}])[0].turns == ("Sort these.",)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "wanted"),
+    [
+        ("mt-bench", {"prompt": "First?"}, "each a list of texts, the turns"),
+        ("mt-bench", {"prompt": []}, "each a list of texts, the turns"),
+        ("gsm8k", {"question": ["How many?"]}, "each a text"),
+        ("alpaca", {"instruction": "Sort these.", "input": ["3", "1"]}, "each a text"),
+    ],
+)
+def test_a_text_is_no_list_of_turns_nor_a_list_a_text(name, row, wanted):
+    with pytest.raises(DraftsmithError, match=rf"column .* the columns of {name} are .*, {wanted}"):
+        rows_to_prompts(name, [row])
+
+
+def test_a_name_without_a_file_after_the_at_sign():
+    with pytest.raises(DraftsmithError, match=r"'gsm8k@' names no file after the @; give gsm8k@FILE\.jsonl"):
+        find_prompts("gsm8k@", "heldout")
+
+
 class DatasetsError(Exception):
     """As the package has it: neither an OSError nor a ValueError."""
 
