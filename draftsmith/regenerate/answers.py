@@ -38,11 +38,11 @@ class AnswerFile:
         done: set[str] = set()
         for number, record in read_records(self.path):
             where = f"{self.path}:{number}"
-            if not isinstance(record, dict) or not {"id", "messages", "finish_reason"} <= record.keys():
+            if not _is_answer(record):
                 raise DraftsmithError(f"{where}: not an answer that regenerate wrote; {self._fix}")
             if record["id"] not in by_id:
                 raise DraftsmithError(f"{where}: answers {record['id']!r}, which is not among the prompts; {self._fix}")
-            answers = [message for message in record["messages"] if message["role"] == "assistant"]
+            answers = [message for message in record["messages"] if message.get("role") == "assistant"]
             if record["messages"] != by_id[record["id"]].conversation(answers):
                 raise DraftsmithError(
                     f"{where}: {record['id']!r} was asked something else then (its turns, or its system message); "
@@ -112,6 +112,16 @@ class AnswerFile:
         with self.path.open("r+b") as file:
             file.truncate(whole)
             os.fsync(file.fileno())
+
+
+def _is_answer(record: Any) -> bool:
+    """Whether a line of the file is of the form that `answer_record` gives it, with at least one answer."""
+    if not isinstance(record, dict) or not {"id", "messages", "finish_reason"} <= record.keys():
+        return False
+    messages = record["messages"]
+    if not isinstance(record["id"], str) or not isinstance(messages, list):
+        return False
+    return all(isinstance(each, dict) for each in messages) and "assistant" in [each.get("role") for each in messages]
 
 
 def answer_record(prompt: Prompt, messages: list[dict[str, str]], finish_reason: str) -> dict[str, Any]:
