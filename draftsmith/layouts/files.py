@@ -153,16 +153,32 @@ def write(
     except OSError as error:
         raise LayoutError(f"cannot write into {directory.parent} ({error}); give a directory elsewhere") from error
     try:
-        staging.chmod(0o777 & ~_umask())
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging / WEIGHTS, {"format": "pt"})
-        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name, content in extra_files.items():
-            (staging / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        _fill(staging, config, tensors, extra_files, directory)
         if check is not None:
             check(staging)
         _take_place(staging, directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _fill(
+    staging: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    extra_files: Mapping[str, str | bytes],
+    directory: Path,
+) -> None:
+    try:
+        staging.chmod(0o777 & ~_umask())
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging / WEIGHTS, {"format": "pt"})
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, content in extra_files.items():
+            (staging / name).write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    except (OSError, SafetensorError) as error:  # a full disk, say
+        raise LayoutError(
+            f"the draft cannot be written to {directory} ({error}), which is as it was before; make room, or give a "
+            "directory elsewhere"
+        ) from error
 
 
 def refuse_overwriting(directory: Path, extra_files: Mapping[str, Any]) -> None:

@@ -85,9 +85,10 @@ class SpeculatorsLayout:
                 "num_target_layers is missing, which this layout does not have by itself; add the target's number of "
                 "layers to config.json"
             )
-        if fields.get("sample_from_anchor") not in (None, kind.sample_from_anchor):
+        sampled = fields.get("sample_from_anchor")
+        if sampled not in (None, kind.sample_from_anchor):
             raise LayoutError(
-                f"sample_from_anchor is {config['sample_from_anchor']!r}; allowed for {architecture!r}: "
+                f"sample_from_anchor is {sampled!r}; allowed for {architecture!r}: "
                 f"{kind.sample_from_anchor}"
             )
         canonical: dict[str, Any] = {"architecture": architecture}

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,15 +200,18 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         tiny_draft(TARGET).save(tmp_path / "file" / "draft")
 
 
-def test_the_old_draft_stays_when_writing_fails(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_draft_stays_when_the_disk_is_full(saved: Path) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
-
-    def no_space(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "save_file", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        tiny_draft(TARGET, seed=9).save(saved)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails instead of the process
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(LayoutError, match=r"cannot be written to .* as it was before; make room") as raised:
+            tiny_draft(TARGET, seed=9).save(saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(saved) in str(raised.value)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     assert leftovers(saved.parent) == []
 

@@ -109,6 +109,7 @@ def test_causality_of_sliding_layers(tmp_path: Path, architecture: str, field: A
         ({}, {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; allowed: 'dflash'"),
         ({}, {"aux_hidden_state_layer_ids": [0, 1, 2]}, "allowed: ids >= 1, since 0 is the embedding"),
         ({"model_type": "llama"}, {}, "model_type 'qwen3'"),
+        ({"sample_from_anchor": 3}, {"sample_from_anchor": ...}, "sample_from_anchor is 3; allowed for"),
         ({"rope_theta": ..., "rope_parameters": {"rope_type": "default"}}, {}, "rope_theta is missing"),
     ],
 )
