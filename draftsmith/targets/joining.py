@@ -104,6 +104,9 @@ def _faults(decoder: Any, config: Any) -> Iterator[str]:
     if gated and _activation(config) not in ACTIVATIONS:
         yield f"its activation is {_activation(config)!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}"
     for index, layer in enumerate(decoder.layers):
+        for name, module in layer.named_children():
+            if name.endswith("layernorm") and not _is_norm(module):
+                yield f"layer {index}: {name} is of kind {type(module).__name__}; allowed: an RMS norm, as its family has"
         for name, fault in _projection_faults(layer):
             yield f"layer {index}: {name} {fault}"
 
@@ -161,8 +164,12 @@ def norm_epsilon(decoder: Any) -> float:
 
 
 def _epsilons(decoder: Any) -> set[Any]:
-    norms = (module for module in decoder.modules() if type(module).__name__.endswith("RMSNorm"))
+    norms = filter(_is_norm, decoder.modules())
     return {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
 
 
 def _is_gated(mlp: Any) -> bool:

@@ -133,6 +133,15 @@ def _another_epsilon(target: Target) -> None:
     target.model.model.norm.variance_epsilon = 1e-3
 
 
+def _without_a_norm(target: Target) -> None:
+    target.model.model.layers[1].input_layernorm = torch.nn.Identity()
+
+
+def _another_norm(target: Target) -> None:
+    layer = target.model.model.layers[2]
+    layer.post_attention_layernorm = torch.nn.LayerNorm(target.hidden_size, eps=1e-6)
+
+
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
 NOT_FUSED: list[tuple[dict[str, Any], Callable[[Target], None] | None, str]] = [
     ({"hidden_act": "relu"}, None, "its activation is 'relu'; allowed: 'silu', 'gelu_pytorch_tanh'"),
@@ -142,6 +151,8 @@ NOT_FUSED: list[tuple[dict[str, Any], Callable[[Target], None] | None, str]] = [
     ({}, _quantised, "layer 2: down_proj holds a PackedTensor; allowed: a plain parameter"),
     ({}, _biased_in_part, "layer 3: q_proj, k_proj, v_proj have a bias in part"),
     ({}, _wider_in_part, "layer 0: gate_proj, up_proj are of several dtypes"),
+    ({}, _without_a_norm, "layer 1: input_layernorm is of kind Identity; allowed: an RMS norm"),
+    ({}, _another_norm, "layer 2: post_attention_layernorm is of kind LayerNorm; allowed: an RMS norm"),
     ({}, _another_epsilon, "its norms have the epsilons 0.001, 1e-06; allowed: one for all"),
 ]
 
