@@ -77,7 +77,7 @@ def _draft(report: BenchReport, name: str | None, which: str) -> Decoder:
         return report.drafts[0]
     if name not in names:
         said = "measures several drafts" if name is None else f"has no draft {name!r}"
-        raise DraftsmithError(f"the {which} benchmark {said}; name one of {', '.join(names)}")
+        raise DraftsmithError(f"the {which} benchmark {said}; name one of {', '.join(names)} (--{which})")
     return report.drafts[names.index(name)]
 
 

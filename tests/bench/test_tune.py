@@ -10,7 +10,7 @@ from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.anchors import Anchored, anchored, replay
 from draftsmith.bench.decoders import RunningDecoder
 from draftsmith.bench.options import BenchOptions
-from draftsmith.bench.tune import Shape, candidates, shapes, tune
+from draftsmith.bench.tune import Candidate, Shape, candidates, shapes, told, tune
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.tuning import Tuning
 from draftsmith.errors import DraftsmithError
@@ -182,3 +182,11 @@ def test_shapes_to_try(target):
     trimming = BenchOptions(engine=EngineOptions(proposer={"min_survival": 0.2}))
     with pytest.raises(DraftsmithError, match="min_survival, which leaves proposals out"):
         tune(target, draft_of(target, "dspark"), PROMPTS, trimming)
+
+
+@pytest.mark.parametrize(("plain_speed", "slower"), [(90.0, False), (110.5, True)])
+def test_it_is_said_when_every_choice_is_slower_than_plain_decoding(plain_speed, slower):
+    ranked = [Candidate(Shape(6, 4), 2.0, 0.02, 100.0), Candidate(Shape(3, 2), 1.5, 0.02, 75.0)]
+    lines = list(told(ranked, plain_speed))
+    assert lines[0].startswith(f"1. blocks of 6, 4 proposals: 100.0 tokens/s ({100 / plain_speed:.2f} times plain)")
+    assert any("none is as fast as plain decoding (110.5 tokens/s)" in line for line in lines) == slower
