@@ -106,7 +106,8 @@ def _faults(decoder: Any, config: Any) -> Iterator[str]:
     for index, layer in enumerate(decoder.layers):
         for name, module in layer.named_children():
             if name.endswith("layernorm") and not _is_norm(module):
-                yield f"layer {index}: {name} is of kind {type(module).__name__}; allowed: an RMS norm, as its family has"
+                kind = type(module).__name__
+                yield f"layer {index}: {name} is of kind {kind}; allowed: an RMS norm, as its family has"
         for name, fault in _projection_faults(layer):
             yield f"layer {index}: {name} {fault}"
 
