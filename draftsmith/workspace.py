@@ -339,9 +339,10 @@ def export_directory(
 
 def _proposes_all(bench: Mapping[str, Any]) -> bool:
     """Whether a benchmark with these settings let drafts propose whole blocks, as far as the settings say: those of
-    `tune`, fewer proposals, and a method's own options (a threshold, say) make shorter accept lengths."""
-    engine = bench["bench"]["engine"]
-    return bench["tuned"] is None and engine["num_proposals"] is None and not engine["proposer"]
+    `tune`, fewer proposals, and a method's own options (a threshold, say) make shorter accept lengths. A stamp that is
+    older than an option does not say it, and nothing was held back by it then."""
+    engine = bench["bench"].get("engine", {})
+    return bench.get("tuned") is None and engine.get("num_proposals") is None and not engine.get("proposer")
 
 
 def draft_names(directories: Sequence[Path]) -> list[str]:

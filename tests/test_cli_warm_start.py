@@ -167,3 +167,9 @@ def test_the_card_quotes_no_benchmark_that_held_proposals_back(done, tmp_path):
         assert status == 0, said
         walk(done, "export")
         assert re.search(rf"\| accept length, measured \| {length} \|", card.read_text()), options
+    quoted, stamp = card.read_text(), directory / "stages" / "bench.json"
+    content = json.loads(stamp.read_text())
+    del content["settings"]["tuned"], content["settings"]["bench"]["engine"]  # from before there were these
+    stamp.write_text(json.dumps(content))
+    walk(done, "export")
+    assert card.read_text() == quoted
