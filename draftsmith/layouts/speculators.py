@@ -88,8 +88,7 @@ class SpeculatorsLayout:
         sampled = fields.get("sample_from_anchor")
         if sampled not in (None, kind.sample_from_anchor):
             raise LayoutError(
-                f"sample_from_anchor is {sampled!r}; allowed for {architecture!r}: "
-                f"{kind.sample_from_anchor}"
+                f"sample_from_anchor is {sampled!r}; allowed for {architecture!r}: {kind.sample_from_anchor}"
             )
         canonical: dict[str, Any] = {"architecture": architecture}
         canonical |= {name: fields.get(name) for name in NETWORK}
