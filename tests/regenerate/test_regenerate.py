@@ -201,7 +201,7 @@ def test_a_damaged_file_is_refused(target: Target, tmp_path: Path) -> None:
         (b'{"id": "a"}\n' + good, r"answers\.jsonl:1: not an answer that regenerate wrote"),
         *(
             (b'{"id": %s, "messages": %s, "finish_reason": "stop"}\n' % line, r"answers\.jsonl:1: not an answer")
-            for line in ((b'"a"', b"null"), (b'"a"', b"[]"), (b'"a"', b'["x"]'), (b'"a"', b'[{}]'), (b'["a"]', b"[]"))
+            for line in ((b'"a"', b"null"), (b'"a"', b"[]"), (b'"a"', b'["x"]'), (b'"a"', b"[{}]"), (b'["a"]', b"[]"))
         ),
         (good + good, r"answers\.jsonl:3: answers 'b' a second time"),
     ):
