@@ -2,6 +2,7 @@
 
 from html import escape
 
+from draftsmith.bench.headline import plural
 from draftsmith.bench.records import ShownText, ShownToken
 from draftsmith.page.style import SHADES
 
@@ -30,7 +31,7 @@ def render_text(text: ShownText, unfolded: bool) -> str:
     turn = f", turn {text.turn + 1}" if text.turn else ""
     kind = f"{text.category}, " if text.category else ""
     about = f"{kind}{len(text.tokens)} tokens, {drafted} of them drafted"
-    about += f", {(len(text.tokens) - 1) / verifies:.2f} a verify" if verifies else ""
+    about += f", in {plural(verifies, 'verify', 'verifies')}" if verifies else ""
     return (
         f"<details{' open' if unfolded else ''}><summary>{escape(text.decoder)} · {escape(text.prompt + turn)} "
         f'<span class="dim">{escape(about)}</span></summary><p class="question">{escape(text.question)}</p>'

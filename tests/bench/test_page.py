@@ -144,10 +144,10 @@ def test_a_text_counts_its_verifies_whole_also_where_the_answers_end_cuts_one():
     came = [("prefill", 0), ("accepted", 1), ("accepted", 2), ("bonus", 3), ("corrected", 1), ("accepted", 1)]
     tokens = [ShownToken(text="x", came=how, slot=slot) for how, slot in came]
     html = render_text(TEXT.model_copy(update={"tokens": tokens}), False)
-    assert "6 tokens, 3 of them drafted, 1.67 a verify" in html
+    assert "6 tokens, 3 of them drafted, in 3 verifies" in html
     tokens[-1] = ShownToken(text="x", came="ended", slot=1)
     html = render_text(TEXT.model_copy(update={"tokens": tokens}), False)
-    assert "6 tokens, 2 of them drafted, 1.67 a verify" in html
+    assert "6 tokens, 2 of them drafted, in 3 verifies" in html
     assert "which is not known" in html
 
 
