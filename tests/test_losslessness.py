@@ -207,6 +207,27 @@ def test_sampled_output_has_the_targets_distribution(proposals: str, sampling: S
         assert lengths == {1, 2, 3}
 
 
+@pytest.mark.parametrize("candidates", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=1", "T=0.7, top-k, top-p"])
+def test_a_selectors_path_has_the_targets_distribution_beside_greedy_rows(
+    sampling: SamplingOptions, candidates: int
+) -> None:
+    """With fewer candidates than top-k leaves tokens, too."""
+    target, _ = small_models()
+    head = {"conv_kernel_size": 4, "conv_group_size": 2, "selector_rank": 3, "selector_top_k": candidates}
+    sizes = {"num_layers": 1, "block_size": 4, "head_dim": 4, "intermediate_size": 16}
+    engine = Engine(target, tiny_draft(target, architecture="dflash2", head=head, seed=17, **sizes))
+    drawn = engine.submit(Request.of([PROMPT] * 3_000, max_new_tokens=4, sampling=sampling, seed=5))
+    greedy = engine.submit(Request.of([PROMPT] * 3, max_new_tokens=4, sampling=SamplingOptions(), seed=5))
+    while not engine.idle:
+        engine.step()
+    results = [answer.generation() for answer in drawn]
+    assert p_value(results, sampling) > 1e-3
+    assert {length for result in results for length in result.accept_lengths} == {1, 2, 3}
+    plain = generate(target, None, [PROMPT], max_new_tokens=4)
+    assert [answer.generation().token_ids for answer in greedy] == tokens(plain) * 3
+
+
 def verify_forgetting(
     p: Tensor, proposed: Tensor, q: Tensor, count: Tensor | None, uniform: Tensor, accept_uniform: Tensor
 ) -> Verdict:
