@@ -213,6 +213,7 @@ def convert(
         )
         for line in converted.lines():
             say(line)
+        say(f"written to {destination}")
 
 
 @app.command()

@@ -124,7 +124,9 @@ class SpeculatorsLayout:
         architecture = config["architecture"]
         faults = SPECULATORS.faults(config)
         if target is None:
-            faults.append("the target's embedding and output head are part of this layout; name the target")
+            faults.append(
+                "the target's embedding and output head are part of this layout; name the target (--target MODEL)"
+            )
         refuse(self.name, faults)
         assert target is not None
         kind = _KINDS[architecture]
