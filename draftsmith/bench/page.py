@@ -6,7 +6,7 @@ from html import escape
 from draftsmith.bench.figures import UNCATEGORISED, Figures, all_figures
 from draftsmith.bench.headline import estimate, gibibytes, milliseconds, number, percent, plural
 from draftsmith.bench.intervals import Estimate
-from draftsmith.bench.page_text import LEGEND, render_text
+from draftsmith.bench.page_text import legend, render_text
 from draftsmith.bench.records import PLAIN, BenchReport
 from draftsmith.page.charts import Bar, bars, colour, columns, line_chart
 from draftsmith.page.document import fact_table, figure, page, table
@@ -68,7 +68,11 @@ def render_page(report: BenchReport) -> str:
 def _lede(first: Sequence[Figures]) -> str:
     best = max(first, key=lambda f: f.decode_speedup.value if f.decode_speedup else 0.0)
     who = f"<b>{escape(best.decoder)}</b>"
-    speed = f"decodes <b>{number(best.decode_speedup.value)} times</b> as fast" if best.decode_speedup else "decodes"
+    speed = (
+        f"decodes <b>{number(best.decode_speedup.value)} times</b> as fast as the target alone"
+        if best.decode_speedup
+        else "decodes"
+    )
     length = "" if best.accept_length is None else f", committing <b>{best.accept_length.value:.2f}</b> tokens a verify"
     equal = ""
     if best.equal_share is not None:
@@ -76,7 +80,7 @@ def _lede(first: Sequence[Figures]) -> str:
             f" {percent(best.equal_share)} of its tokens are those of plain greedy decoding; "
             f"{percent(best.equal_at_width)} of its answers are, where both pass as many tokens at a time."
         )
-    return f"{who} {speed} as the target alone at batch size {best.batch_size}{length}.{equal}"
+    return f"{who} {speed} at batch size {best.batch_size}{length}.{equal}"
 
 
 def _card(found: Figures, names: Sequence[str]) -> str:
@@ -170,7 +174,8 @@ def _texts(report: BenchReport) -> list[str]:
     texts = sorted(report.shown, key=lambda text: (prompts.index(text.prompt), text.turn))
     first = (texts[0].prompt, texts[0].turn)
     shown = [render_text(text, (text.prompt, text.turn) == first) for text in texts]
-    return ["<h2>How the text came</h2>", LEGEND, *shown]
+    most = max(decoder.proposals for decoder in report.decoders)
+    return ["<h2>How the text came</h2>", legend(most), *shown]
 
 
 def _figure_table(figures: Sequence[Figures]) -> str:
@@ -233,7 +238,10 @@ def _equality(equal: int | None, plain: int | None, length: int, at_width: bool 
 def _setting_table(report: BenchReport) -> str:
     rows = [(name, str(value)) for name, value in report.setting.items()]
     for draft in report.drafts:
-        described = f"{draft.method}, {draft.layers} layers, blocks of {draft.block_size}, {draft.proposals} proposals"
+        described = (
+            f"{draft.method}, {plural(draft.layers, 'layer', 'layers')}, blocks of {draft.block_size}, "
+            f"{plural(draft.proposals, 'proposal', 'proposals')}"
+        )
         own = f", {draft.engine}" if draft.engine else ""
         rows.append((f"draft {draft.name}", f"{described}{own}; {draft.directory or 'in memory'}"))
     return fact_table(rows)

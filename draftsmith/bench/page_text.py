@@ -6,12 +6,13 @@ from draftsmith.bench.headline import plural
 from draftsmith.bench.records import ShownText, ShownToken
 from draftsmith.page.style import SHADES
 
-LEGEND = (
+_ABOUT = (
     '<p class="dim">Each token is shaded by how it came; point at one for its slot and chances. A run of shaded tokens '
     "and the one after it were committed by a single verify.</p>"
-    '<p class="tokens legend"><i class="a1">accepted, slot 1</i> <i class="a4">slot 4</i> '
-    '<i class="a8">slot 8 and later</i> <i class="c">corrected by the target</i> '
-    '<i class="b">bonus after a whole block</i> <i class="p">first token, or not known</i></p>'
+)
+_OTHER_MARKS = (
+    '<i class="c">corrected by the target</i> <i class="b">bonus after a whole block</i> '
+    '<i class="p">first token, or not known</i>'
 )
 
 _HOW = {
@@ -22,6 +23,16 @@ _HOW = {
     "ended": "last token: drafted or the target's own, which is not known",
 }
 _MARKS = {"prefill": "p", "corrected": "c", "bonus": "b", "ended": "p"}
+
+
+def legend(proposals: int) -> str:
+    """What the shades mean, of drafts that propose up to `proposals` tokens."""
+    shades = ['<i class="a1">accepted, slot 1</i>']
+    if proposals >= SHADES // 2:
+        shades.append(f'<i class="a{SHADES // 2}">slot {SHADES // 2}</i>')
+    if proposals >= SHADES:
+        shades.append(f'<i class="a{SHADES}">slot {SHADES}{" and later" if proposals > SHADES else ""}</i>')
+    return f'{_ABOUT}<p class="tokens legend">{" ".join(shades)} {_OTHER_MARKS}</p>'
 
 
 def render_text(text: ShownText, unfolded: bool) -> str:

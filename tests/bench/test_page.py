@@ -14,7 +14,7 @@ from PIL import Image
 
 from draftsmith.bench.headline import summary_lines, summary_rows
 from draftsmith.bench.page import render_page
-from draftsmith.bench.page_text import render_text
+from draftsmith.bench.page_text import legend, render_text
 from draftsmith.bench.records import PLAIN, ShownText, ShownToken
 from draftsmith.page.charts import Bar, bars, columns, line_chart
 from draftsmith.page.style import STYLE
@@ -44,6 +44,14 @@ def rendered(**fields):
     plain = [one.model_copy(update={"decoder": PLAIN}) for one in answers]
     made = report([*plain, *answers]).model_copy(update={"shown": [TEXT], **fields})
     return made, render_page(made)
+
+
+@pytest.mark.parametrize(
+    ("proposals", "said"), [(1, []), (4, ["slot 4"]), (8, ["slot 4", "slot 8"]), (15, ["slot 4", "slot 8 and later"])]
+)
+def test_the_legend_names_slots_that_drafts_have(proposals: int, said: list[str]) -> None:
+    shades = re.findall(r'<i class="a\d">([^<]+)</i>', legend(proposals))
+    assert shades == ["accepted, slot 1", *said]
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_escapes_names():
