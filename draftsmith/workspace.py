@@ -254,8 +254,7 @@ class Workspace(StoreStages):
         start = time.perf_counter()
         generations = generate(self.target, loaded, prompts, stop_token_ids=self.stop_ids, options=options, **sampling)
         seconds = time.perf_counter() - start
-        for generation in generations:
-            print(answer_text(generation.token_ids, tokenizer))
+        print("\n\n".join(answer_text(generation.token_ids, tokenizer) for generation in generations))
         tokens = sum(len(generation.token_ids) for generation in generations)
         lengths = [n for one in generations for n in counted_verifies(one.accept_lengths, one.finish_reason)]
         detail = "" if plain or not lengths else f", accept length {sum(lengths) / len(lengths):.2f}"

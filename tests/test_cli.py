@@ -134,7 +134,7 @@ def test_generate_speculative_equals_plain(done):
     assert status == 0
     assert "accept length" not in notes
     assert speculative == plain
-    assert speculative.strip()
+    assert len(speculative.strip().split("\n\n")) == 2
 
 
 def test_compare_and_tune(done, tmp_path):
