@@ -6,11 +6,12 @@ network has (`head_config`), what is summed and divided by what (`objective`), a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, StrictInt
 from torch import Tensor
 
@@ -88,6 +89,16 @@ class Proposals:
     token_ids: Tensor
     q: Tensor | None = None
     count: Tensor | None = None
+
+    @classmethod
+    def of_draws(cls, draws: Sequence[tuple[Tensor, Tensor | None]], count: Tensor | None = None) -> "Proposals":
+        """What a `TokenSampler` gave for one slot after the other, over the whole vocabulary."""
+        distributions = [q for _, q in draws if q is not None]
+        return cls(
+            torch.stack([ids for ids, _ in draws], dim=1),
+            torch.stack(distributions, dim=1) if distributions else None,
+            count,
+        )
 
 
 class Proposer(Protocol):

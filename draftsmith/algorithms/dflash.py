@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -109,11 +108,7 @@ class StepwiseDFlashProposer:
         """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
         logits = self.draft.logits(slots, self.ends)  # [batch, P, V]
-        chosen = [sampler(logits[:, slot], slot) for slot in range(self.num_proposals)]
-        distributions = [q for _, q in chosen if q is not None]
-        return Proposals(
-            torch.stack([ids for ids, _ in chosen], dim=1), torch.stack(distributions, dim=1) if distributions else None
-        )
+        return Proposals.of_draws([sampler(logits[:, slot], slot) for slot in range(self.num_proposals)])
 
 
 class DFlash(Algorithm):

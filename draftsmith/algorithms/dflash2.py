@@ -164,16 +164,14 @@ def draw_path(
     """A path through the slots' candidates, left to right: slots [batch, P, H], unary [batch, P, V]."""
     # In order of ids, as a vocabulary is: ties go to the lowest one, and a draw's inverse CDF runs as over all tokens.
     candidates = selector.candidates(unary).sort(-1).values  # [batch, P, K]
-    token_ids, distributions = [], []
-    ids = anchor_ids
+    draws, ids = [], anchor_ids
     for slot in range(slots.shape[1]):
         offered = candidates[:, slot]
         chosen, q = sampler(selector.scores(unary[:, slot], selector.latent(slots[:, slot], ids), offered), slot)
         ids = offered.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        token_ids.append(ids)
-        if q is not None:
-            distributions.append(q.new_zeros(unary[:, slot].shape).scatter(-1, offered, q))
-    return Proposals(torch.stack(token_ids, dim=1), torch.stack(distributions, dim=1) if distributions else None)
+        everywhere = None if q is None else q.new_zeros(unary[:, slot].shape).scatter(-1, offered, q)
+        draws.append((ids, everywhere))
+    return Proposals.of_draws(draws)
 
 
 @dataclass

@@ -35,9 +35,9 @@ class KernelDFlash2Proposer:
         selector = selector_of(self.draft)
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         unary = base_logits(self.draft, slots, self.ends, kernels=True)
-        predecessor, successor = selector.predecessor_codebook, selector.successor_codebook
         if not cast(KeyedSampler, sampler).greedy:
             return draw_path(selector, slots, unary, anchor_ids, sampler)
         candidates = top_candidates(unary, selector.top_k)  # [batch, P, K]
         projected = selector.hidden_projection(slots)  # [batch, P, rank]
-        return Proposals(candidate_path(candidates, anchor_ids.contiguous(), projected, predecessor, successor))
+        codebooks = selector.predecessor_codebook, selector.successor_codebook
+        return Proposals(candidate_path(candidates, anchor_ids.contiguous(), projected, *codebooks))

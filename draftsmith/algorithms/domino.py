@@ -153,7 +153,7 @@ class DominoProposer:
         head = cast(DominoHead, self.draft.head)
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         base = self.draft.logits(slots, self.ends)  # [batch, P, V]
-        token_ids, distributions = [], []
+        draws = []
         previous = self.draft.scaled(self.ends.embedding_rows(anchor_ids))  # [batch, H]
         state = head.empty_prefix(previous)  # [batch, G]
         for label in range(self.num_proposals):
@@ -163,10 +163,8 @@ class DominoProposer:
                 logits = head.correct(logits, head.latent(slots[:, label], state))
             ids, q = sampler(logits, label)
             previous = self.draft.scaled(self.ends.embedding_rows(ids))
-            token_ids.append(ids)
-            if q is not None:
-                distributions.append(q)
-        return Proposals(torch.stack(token_ids, dim=1), torch.stack(distributions, dim=1) if distributions else None)
+            draws.append((ids, q))
+        return Proposals.of_draws(draws)
 
 
 class Domino(Algorithm):

@@ -204,22 +204,19 @@ class DSparkProposer:
         slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
         unary = self.draft.logits(slots, self.ends)  # [batch, P, V]
         ids, state = anchor_ids, markov.start(markov.embed(anchor_ids))
-        token_ids, distributions, confidence = [], [], []
+        draws, confidence = [], []
         for slot in range(self.num_proposals):
             previous = markov.embed(ids)  # [batch, rank]
             latent, state = markov.step(state, previous, slots[:, slot])
             if self.min_survival is not None:
                 confidence.append(head.confidence(slots[:, slot], previous))
             ids, q = sampler(corrected_logits(unary[:, slot], latent, markov.markov_w2.weight), slot)
-            token_ids.append(ids)
-            if q is not None:
-                distributions.append(q)
+            draws.append((ids, q))
         count = None
         if self.min_survival is not None:
             survival = torch.stack(confidence, dim=1).sigmoid().cumprod(-1)  # [batch, P], falling
             count = (survival >= self.min_survival).sum(-1)
-        q = torch.stack(distributions, dim=1) if distributions else None
-        return Proposals(torch.stack(token_ids, dim=1), q, count)
+        return Proposals.of_draws(draws, count)
 
 
 # --- the method -----------------------------------------------------------------------------------------------------
