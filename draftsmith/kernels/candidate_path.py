@@ -69,14 +69,14 @@ def _store_best(keys, out_ptr, COUNT: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _group_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, out_ptr, vocab, stride, GROUP: tl.constexpr, COUNT: tl.constexpr, OVERLAP: tl.constexpr
+    logits_ptr, out_ptr, vocab, GROUP: tl.constexpr, COUNT: tl.constexpr, OVERLAP: tl.constexpr
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = group * GROUP + tl.arange(0, GROUP)
-    score = tl.load(logits_ptr + row * stride + tokens, mask=tokens < vocab, other=0.0).to(tl.float32)
+    score = tl.load(logits_ptr + row * vocab + tokens, mask=tokens < vocab, other=0.0).to(tl.float32)
     keys = tl.where(tokens < vocab, pack_keys_in_kernel(score, tokens), LOWEST_KEY_IN_KERNEL)
     _store_best(keys, out_ptr + (row * tl.num_programs(1) + group) * COUNT, COUNT)
 
@@ -107,7 +107,7 @@ def top_candidates(logits: Tensor, count: int) -> Tensor:
     found = torch.empty(rows, groups * count, dtype=torch.int64, device=logits.device)
     out = torch.empty(*logits.shape[:-1], count, dtype=torch.int64, device=logits.device)
     options = overlapping(logits.device)
-    _group_kernel[(rows, groups)](logits, found, vocab, vocab, GROUP=GROUP, COUNT=count, num_warps=1, **options)
+    _group_kernel[(rows, groups)](logits, found, vocab, GROUP=GROUP, COUNT=count, num_warps=1, **options)
     block = triton.next_power_of_2(groups * count)
     _merge_kernel[(rows,)](
         found, out, groups * count, BLOCK=block, COUNT=count, num_warps=min(8, max(1, block // 256)), **options
@@ -120,6 +120,22 @@ def _rows(table_ptr, ids, rank, dims, ok):  # type: ignore[no-untyped-def]
     return tl.load(
         table_ptr + ids[:, None] * rank + dims[None, :], mask=ok[:, None] & (dims < rank)[None, :], other=0.0
     )
+
+
+@triton.jit
+def _fetch(  # type: ignore[no-untyped-def]
+    keys_ptr, projected_ptr, predecessor_ptr, successor_ptr, slot, count, rank, wanted,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """What a step at `slot` reads beside the token before it; wanted: 1, or 0 to read nothing."""
+    places, dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
+    ok = places < count * wanted
+    keys = tl.load(keys_ptr + slot * count + places, mask=ok, other=0xFFFFFFFF)
+    ids = key_ids_in_kernel(keys)
+    successors = _rows(successor_ptr, ids, rank, dims, ok)
+    predecessors = _rows(predecessor_ptr, ids, rank, dims, ok)
+    projected = tl.load(projected_ptr + slot * rank + dims, mask=dims < rank * wanted, other=0.0)
+    return keys, ids, successors, predecessors, projected
 
 
 @triton.jit
@@ -136,20 +152,16 @@ def _path_kernel(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = predecessor_ptr.dtype.element_ty
     anchor = tl.load(anchors_ptr + tl.program_id(0))
     before = tl.load(predecessor_ptr + anchor * rank + dims, mask=dim_ok, other=0.0).to(tl.float32)
-    keys = tl.load(keys_ptr + first * count + places, mask=ok, other=0xFFFFFFFF)
-    ids = key_ids_in_kernel(keys)
-    successors = _rows(successor_ptr, ids, rank, dims, ok)
-    predecessors = _rows(predecessor_ptr, ids, rank, dims, ok)
-    projected = tl.load(projected_ptr + first * rank + dims, mask=dim_ok, other=0.0)
+    keys, ids, successors, predecessors, projected = _fetch(
+        keys_ptr, projected_ptr, predecessor_ptr, successor_ptr, first, count, rank, 1, BLOCK_K, BLOCK_R
+    )
     for step in range(steps):
         # The next step's, before anything of this one is waited for.
         more = tl.minimum(steps - 1 - step, 1)  # 0 in the last step, where there is nothing to fetch
-        there = places < count * more
-        next_keys = tl.load(keys_ptr + (first + step + 1) * count + places, mask=there, other=0xFFFFFFFF)
-        next_ids = key_ids_in_kernel(next_keys)
-        next_successors = _rows(successor_ptr, next_ids, rank, dims, there)
-        next_predecessors = _rows(predecessor_ptr, next_ids, rank, dims, there)
-        next_projected = tl.load(projected_ptr + (first + step + 1) * rank + dims, mask=dims < rank * more, other=0.0)
+        next_keys, next_ids, next_successors, next_predecessors, next_projected = _fetch(
+            keys_ptr, projected_ptr, predecessor_ptr, successor_ptr, first + step + 1, count, rank, more,
+            BLOCK_K, BLOCK_R,
+        )  # fmt: skip
         latent = (before * projected.to(tl.float32)).to(dtype).to(tl.float32)
         transition = tl.sum(latent[None, :] * successors.to(tl.float32), 1)
         scored = pack_keys_in_kernel(key_scores_in_kernel(keys) + transition, ids)
