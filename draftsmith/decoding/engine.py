@@ -29,6 +29,7 @@ from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.requirement import need_triton
+from draftsmith.rounding import round_up
 from draftsmith.targets.location import current
 from draftsmith.targets.target import Target
 
@@ -181,7 +182,7 @@ class Engine:
         step = self.options.context_bucket
         while longest > 8 * step:
             step *= 2
-        return -(-longest // step) * step
+        return round_up(longest, step)
 
     def _suits(self, pool: SlotPool) -> bool:
         """Whether an idle pool is the one that the waiting rows want."""
@@ -308,7 +309,7 @@ class Engine:
             while extent < needed:
                 extent *= 2
         else:
-            extent = -(-needed // bucket) * bucket
+            extent = round_up(needed, bucket)
         return min(extent, pool.reserved)
 
     # --- reading ------------------------------------------------------------------------------------------------------
