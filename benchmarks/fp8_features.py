@@ -25,13 +25,13 @@ import numpy as np
 
 from draftsmith.bench.intervals import jackknife
 from draftsmith.blocks.accept import counted_verifies
-from draftsmith.console import ConsoleProgress
+from draftsmith.cli.console import ConsoleProgress
 from draftsmith.data.chat import render_prompt
 from draftsmith.data.prompts import read_prompts
 from draftsmith.decoding.generate import generate
-from draftsmith.recipe import load_recipe
+from draftsmith.run.recipe import load_recipe
+from draftsmith.stages.workspace import Workspace
 from draftsmith.targets.target import Target
-from draftsmith.workspace import Workspace
 
 # What all runs share, whatever the CPU recipe says.
 SHARED = (

@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from draftsmith.base.devices import resolve_device
+from draftsmith.base.progress import Stage
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
 from draftsmith.bench.figures import Figures, figures
@@ -36,15 +38,13 @@ from draftsmith.bench.intervals import Estimate
 from draftsmith.bench.machine import machine
 from draftsmith.bench.measure import bench, write_benchmark
 from draftsmith.bench.options import BenchOptions
-from draftsmith.console import ConsoleProgress
+from draftsmith.cli.console import ConsoleProgress
 from draftsmith.data.prompts import find_prompts
 from draftsmith.errors import DraftsmithError
-from draftsmith.progress import Stage
-from draftsmith.recipe import Recipe, load_recipe
-from draftsmith.targets.location import resolve_device
+from draftsmith.run.recipe import Recipe, load_recipe
+from draftsmith.stages.workspace import Workspace
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
-from draftsmith.workspace import Workspace
 
 STORES_MOST = "dspark"
 # The decay of position weights: e^(-1/4) = 0.78 is about the chance that the next slot is right, of drafts that accept

@@ -47,6 +47,7 @@ from two_gpus_capture import capture_part
 from two_gpus_rollouts import rollout_part
 from two_gpus_shapes import COUNT, RANK, Call, draft_section, first_alone, outline_of
 
+from draftsmith.base.progress import Stage
 from draftsmith.drafts.draft import Draft
 from draftsmith.features.identity import target_identity
 from draftsmith.features.manifest import StoreHeader
@@ -54,9 +55,8 @@ from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
-from draftsmith.launcher import local_rank
-from draftsmith.outline import TargetOutline
-from draftsmith.progress import Stage
+from draftsmith.parallel.ranks import local_rank
+from draftsmith.run.outline import TargetOutline
 from draftsmith.training.loop import Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.run import train

@@ -14,6 +14,7 @@ from device_timing import say
 from transformers import AutoModelForCausalLM
 from two_gpus_shapes import COUNT, RANK, Call
 
+from draftsmith.base.progress import Stage
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.run import capture
 from draftsmith.data.sample import Sample
@@ -23,8 +24,7 @@ from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import TOKENS_ENDING
 from draftsmith.features.tables import ShardTokens
-from draftsmith.launcher import local_rank
-from draftsmith.progress import Stage
+from draftsmith.parallel.ranks import local_rank
 from draftsmith.targets.target import Target
 
 

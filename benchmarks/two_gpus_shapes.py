@@ -12,9 +12,9 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.launcher import process_count, process_rank
-from draftsmith.outline import TargetOutline
-from draftsmith.recipe import parse_recipe
+from draftsmith.parallel.ranks import process_count, process_rank
+from draftsmith.run.outline import TargetOutline
+from draftsmith.run.recipe import parse_recipe
 from draftsmith.targets.ends import TargetEnds
 
 RANK, COUNT = process_rank(), process_count()

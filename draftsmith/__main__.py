@@ -1,5 +1,5 @@
 """`python -m draftsmith` is the command line."""
 
-from draftsmith.cli import main
+from draftsmith.cli.app import main
 
 main()

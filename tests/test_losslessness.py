@@ -23,8 +23,8 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import Target
 from tests.decoding.oracle import Oracle, decode_with, expected_accept_lengths
-from tests.tiny import KINDS, tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import KINDS, tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 VOCABULARY = 97
 NEW = 20

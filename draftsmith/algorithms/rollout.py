@@ -14,9 +14,9 @@ from pydantic import StrictBool, ValidationError
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import Options
+from draftsmith.base.dtypes import DTYPES
 from draftsmith.drafts.checks import describe
 from draftsmith.drafts.draft import Draft
-from draftsmith.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.requirement import need_triton
 from draftsmith.targets.ends import TargetEnds

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.base.progress import Progress, SilentProgress, Stage
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry, RunningDecoder, Timed, describe, request
 from draftsmith.bench.figures import all_figures
@@ -29,7 +30,6 @@ from draftsmith.data.prompts import Prompt
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.rng import row_seeds
 from draftsmith.errors import DraftsmithError
-from draftsmith.progress import Progress, SilentProgress, Stage
 from draftsmith.targets.target import Target
 
 _log = logging.getLogger(__name__)

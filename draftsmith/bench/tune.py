@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.bench.anchors import Anchored, anchored, replay
 from draftsmith.bench.decoders import DraftEntry, RunningDecoder, request
 from draftsmith.bench.options import BenchOptions
@@ -22,7 +23,6 @@ from draftsmith.decoding.tuning import Tuning
 from draftsmith.drafts.config import DraftConfigError
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.progress import Progress, SilentProgress
 from draftsmith.targets.target import Target
 
 

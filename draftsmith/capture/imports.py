@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.capture.backend import CaptureBackend
 from draftsmith.capture.foreign import FORMATS, ForeignDocument
 from draftsmith.capture.options import CaptureOptions
@@ -26,7 +27,6 @@ from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
 from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
-from draftsmith.progress import Progress, SilentProgress
 from draftsmith.targets.taps import tap_fault
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.base.progress import Progress
 from draftsmith.capture.backend import CaptureBackend
 from draftsmith.capture.refusals import Reason, Refusals
 from draftsmith.capture.transfer import Arriving, HostTransfer
@@ -18,7 +19,6 @@ from draftsmith.features.encoding import encode, finite_rows
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter
-from draftsmith.progress import Progress
 
 # Batches on their way between device and writer; bounds the memory that a slow disk can take up.
 MAX_WAITING_BATCHES = 4

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.base.files import replacing
 from draftsmith.capture.plan import SizeEstimate, readable_bytes
 from draftsmith.capture.refusals import Reason, shown_ids
-from draftsmith.features.files import replacing
 from draftsmith.features.manifest import StoreManifest
 
 REPORT_FILE = "report.json"

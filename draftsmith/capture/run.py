@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.capture.backend import CaptureTarget
 from draftsmith.capture.backends import BACKENDS
 from draftsmith.capture.options import CaptureOptions
@@ -22,7 +23,6 @@ from draftsmith.capture.plan import (
     readable_duration,
     share_batches,
 )
-from draftsmith.capture.processes import Processes, launched_processes
 from draftsmith.capture.refusals import Reason, Refusals, accept
 from draftsmith.capture.report import CaptureReport
 from draftsmith.capture.room import check_room
@@ -32,7 +32,7 @@ from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store, sole_writer
-from draftsmith.progress import Progress, SilentProgress
+from draftsmith.parallel.processes import Processes, launched_processes
 
 _log = logging.getLogger(__name__)
 

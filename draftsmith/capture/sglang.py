@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.base.devices import parse_device
 from draftsmith.capture.options import SglangOptions
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import TAPS, CaptureLayout
-from draftsmith.launcher import local_rank
-from draftsmith.targets.location import parse_device
+from draftsmith.parallel.ranks import local_rank
 from draftsmith.targets.options import TargetOptions
 
 FIRST_VERSION = (0, 5, 23)

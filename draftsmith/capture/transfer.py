@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.rounding import round_up
+from draftsmith.base.rounding import round_up
 
 # One that the device writes to, one that waits for its event, one that is copied into records.
 BUFFERS = 3

@@ -26,7 +26,7 @@ from draftsmith.capture.options import VllmOptions
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
-from draftsmith.layer_ids import to_layer_input_ids
+from draftsmith.layouts.layer_ids import to_layer_input_ids
 
 
 def server_layers(layout: CaptureLayout, num_layers: int) -> list[int]:

@@ -14,6 +14,8 @@ import torch
 
 from draftsmith.algorithms.algorithm import Proposer
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.base.devices import current
+from draftsmith.base.rounding import round_up
 from draftsmith.decoding.answer import Answer, Fault, not_finite
 from draftsmith.decoding.cache import BlockRunner, DenseBlocks, FusedBlocks
 from draftsmith.decoding.graphs import StepGraphs
@@ -29,8 +31,6 @@ from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.requirement import need_triton
-from draftsmith.rounding import round_up
-from draftsmith.targets.location import current
 from draftsmith.targets.target import Target
 
 _log = logging.getLogger(__name__)

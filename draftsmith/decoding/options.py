@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftsmith.switch import Switch
+from draftsmith.base.switch import Switch
 
 
 class EngineOptions(BaseModel):

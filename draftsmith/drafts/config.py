@@ -6,6 +6,7 @@ from typing import Annotated, Any, Protocol, Self
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
+from draftsmith.base.dtypes import DTYPES
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.drafts.checks import (
     Bool,
@@ -18,7 +19,6 @@ from draftsmith.drafts.checks import (
     one_of,
 )
 from draftsmith.drafts.heads import HEADS, HeadConfig
-from draftsmith.dtypes import DTYPES
 from draftsmith.layouts.attention_fields import FULL, SLIDING, is_causal
 from draftsmith.targets.taps import tap_fault
 

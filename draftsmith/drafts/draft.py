@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.base.devices import resolve_device
+from draftsmith.base.dtypes import parse_dtype
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.heads import HEADS
-from draftsmith.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import TargetParts, read_directory, write_directory
-from draftsmith.targets.location import resolve_device
 
 if TYPE_CHECKING:
     from draftsmith.targets.ends import TargetEnds

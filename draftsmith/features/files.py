@@ -2,21 +2,17 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftsmith.base.files import file_sha256, replacing
 from draftsmith.features.manifest import FileEntry, StoreError
-
-TEMPORARY_SUFFIX = ".partial"
 
 SAFETENSORS_DTYPES = {
     torch.int64: "I64",
@@ -27,38 +23,6 @@ SAFETENSORS_DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
 }
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the name `path` only once it is written and synced.
-
-    A crash at any moment leaves the old file, or none, or the new one, and perhaps a file ending in ".partial".
-    Raises `StoreError` where the disk refuses.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {path} ({error}); make room or mend the permissions, and start again to go on from there"
-        ) from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in `directory` durable."""
-    if os.name != "posix":  # elsewhere a directory cannot be opened, and a rename is durable by itself
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -125,12 +89,6 @@ def _parts(text: bytes, names: list[str], tensors: Mapping[str, Pieces]) -> Iter
     for name in names:
         for piece in tensors[name].pieces:
             yield raw_bytes(piece)
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_entry(path: Path) -> FileEntry:

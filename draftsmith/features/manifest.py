@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from draftsmith.dtypes import DTYPES
+from draftsmith.base.dtypes import DTYPES
 from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.schema import FP8, CaptureLayout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.features.files import replacing, sync_directory
+from draftsmith.base.files import replacing, sync_directory
 from draftsmith.features.manifest import MANIFEST_FILE, StoreHeader, to_json
 from draftsmith.features.shards import HEADER_FILE, finished_shards, write_tokens
 from draftsmith.features.tables import ShardTokens

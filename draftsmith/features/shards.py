@@ -14,17 +14,9 @@ from typing import Self
 
 from torch import Tensor
 
+from draftsmith.base.files import TEMPORARY_SUFFIX, replacing
 from draftsmith.errors import DraftsmithError
-from draftsmith.features.files import (
-    TEMPORARY_SUFFIX,
-    Pieces,
-    check_size,
-    file_entry,
-    open_safetensors,
-    raw_bytes,
-    replacing,
-    write_safetensors,
-)
+from draftsmith.features.files import Pieces, check_size, file_entry, open_safetensors, raw_bytes, write_safetensors
 from draftsmith.features.manifest import (
     MANIFEST_FILE,
     FileEntry,

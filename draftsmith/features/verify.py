@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.features.encoding import finite_rows
 from draftsmith.features.files import check_file, open_safetensors
 from draftsmith.features.manifest import ShardEntry, StoreError
 from draftsmith.features.reader import Store
 from draftsmith.features.shards import checksum
 from draftsmith.features.tables import ShardTokens
-from draftsmith.progress import Progress, SilentProgress
 
 
 def verify_store(directory: Path | str, progress: Progress | None = None) -> list[str]:

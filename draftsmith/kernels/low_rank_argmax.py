@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftsmith.dtypes import DTYPES
+from draftsmith.base.dtypes import DTYPES
 from draftsmith.kernels.keys import LOWEST_KEY_IN_KERNEL, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
 from draftsmith.kernels.limits import shared_memory, stages_that_fit
 from draftsmith.kernels.noise import LEAST_TEMPERATURE, Stream

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.layer_ids import from_layer_input_ids, to_layer_input_ids
 from draftsmith.layouts.attention_fields import any_sliding, qwen3_layers, uniform_kind
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
 from draftsmith.layouts.consumers import SPECULATORS
 from draftsmith.layouts.fields import Fields, refuse_unsupported, rope_parameters, tell_unknown
+from draftsmith.layouts.layer_ids import from_layer_input_ids, to_layer_input_ids
 from draftsmith.layouts.variants import refuse
 from draftsmith.layouts.vocabulary import EMBEDDING, HEAD, check_whole_vocabulary
 from draftsmith.layouts.zlab import (

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.base.files import replacing
 from draftsmith.data.jsonl import read_records
 from draftsmith.data.prompts import Prompt
 from draftsmith.errors import DraftsmithError, differences
-from draftsmith.features.files import replacing
 
 _log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.data.chat import answer_text, render_prompt, stop_token_ids, template_fingerprint, with_system_prompt
 from draftsmith.data.options import DataOptions
 from draftsmith.data.prompt import answer_message
 from draftsmith.data.prompts import Prompt
 from draftsmith.decoding.generate import generate
 from draftsmith.errors import DraftsmithError
-from draftsmith.progress import Progress, SilentProgress
 from draftsmith.regenerate.answers import AnswerFile
 from draftsmith.regenerate.dialogue import Dialogue
 from draftsmith.regenerate.endpoint import ChatEndpoint, EndpointOptions, in_parallel

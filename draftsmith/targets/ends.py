@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from draftsmith.dtypes import parse_dtype
+from draftsmith.base.devices import current, resolve_device
+from draftsmith.base.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.location import current, empty_model, locate, read_config, resolve_device
+from draftsmith.targets.location import empty_model, locate, read_config
 from draftsmith.targets.tensors import TensorFiles
 
 # Configuration fields by which some models scale what goes in or comes out, outside their embedding and head modules.

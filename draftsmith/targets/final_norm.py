@@ -5,9 +5,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from draftsmith.dtypes import parse_dtype
+from draftsmith.base.devices import resolve_device
+from draftsmith.base.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.location import empty_model, locate, read_config, resolve_device
+from draftsmith.targets.location import empty_model, locate, read_config
 from draftsmith.targets.tensors import TensorFiles
 
 

@@ -2,8 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftsmith.dtypes import DTYPES
-from draftsmith.switch import Switch
+from draftsmith.base.dtypes import DTYPES
+from draftsmith.base.switch import Switch
 
 
 class TargetOptions(BaseModel):

@@ -11,15 +11,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.dtypes import parse_dtype
+from draftsmith.base.devices import current, resolve_device
+from draftsmith.base.dtypes import parse_dtype
+from draftsmith.base.switch import SWITCH_NAMES
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.requirement import need_triton
-from draftsmith.switch import SWITCH_NAMES
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.location import Location, current, locate, read_config, resolve_device
+from draftsmith.targets.location import Location, locate, read_config
 from draftsmith.targets.probe import check_ends
 from draftsmith.targets.rope import tell_window, text_window
 from draftsmith.targets.taps import check_tap_ids, tap_layers

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.training.parallel import raise_together
+from draftsmith.parallel.processes import raise_together
 from draftsmith.training.sums import Averages
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.rounding import round_up
+from draftsmith.base.rounding import round_up
 from draftsmith.training.batches import MicroBatch
 
 Outcome = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]

@@ -10,9 +10,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from draftsmith.base.progress import Stage
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.progress import Stage
+from draftsmith.parallel.processes import raise_together
 from draftsmith.training.batches import MicroBatch, Step, StepPlan, TrainingBatches
 from draftsmith.training.checkpoint import Checkpoint, Position, RunCheckpoints
 from draftsmith.training.clock import Clock
@@ -30,7 +31,7 @@ from draftsmith.training.guards import (
 )
 from draftsmith.training.interruption import StopRequest
 from draftsmith.training.options import TrainOptions
-from draftsmith.training.parallel import Parallel, raise_together, whole
+from draftsmith.training.parallel import Parallel, whole
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.sums import Averages, Sums
 from draftsmith.training.tracking import RunLog, memory_bytes

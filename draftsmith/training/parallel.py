@@ -6,13 +6,10 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-
-from draftsmith.errors import DraftsmithError
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -26,15 +23,6 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
         for name, tensor in tensors.items()
     }
-
-
-def raise_together(error: DraftsmithError | None) -> None:
-    """Raise in every process what failed in one of them: none goes on to wait for one that is gone. All call it."""
-    messages = [message for message in gather_object([str(error) if error is not None else None]) if message]
-    if error is not None:
-        raise error
-    if messages:
-        raise DraftsmithError(messages[0])
 
 
 class Parallel:

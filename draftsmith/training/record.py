@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from draftsmith.base.files import replacing
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.features.files import replacing
 from draftsmith.training.checkpoint import Checkpoint, RunCheckpoints
 from draftsmith.training.options import RESUME_FIXED
 

@@ -12,6 +12,8 @@ from accelerate.utils import ProjectConfiguration
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.build import TargetFacts
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.base.devices import parse_device, resolve_device
+from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.blocks.anchored import check_anchored, takes
 from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.drafts.config import DraftConfig
@@ -21,17 +23,15 @@ from draftsmith.features.check import check_store
 from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
 from draftsmith.features.reader import Store
 from draftsmith.kernels.requirement import need_triton
-from draftsmith.launcher import process_count
-from draftsmith.progress import Progress, SilentProgress
+from draftsmith.parallel.processes import raise_together
+from draftsmith.parallel.ranks import process_count
 from draftsmith.targets.ends import TargetEnds
-from draftsmith.targets.location import parse_device, resolve_device
 from draftsmith.training.batches import BlockSampler, StepPlan, TrainingBatches, check_rows_per_step
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.evaluation import Evaluation, split_documents
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loop import EvaluateGenerate, Loop
 from draftsmith.training.options import TrackOptions, TrainOptions, check_replayable
-from draftsmith.training.parallel import raise_together
 from draftsmith.training.record import CHECKPOINTS, RunRecord, claim, write_record
 from draftsmith.training.report import write_run_report
 from draftsmith.training.source import FeatureSource, StoreSource

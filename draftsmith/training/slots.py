@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from draftsmith.base.rounding import round_up
 from draftsmith.errors import DraftsmithError
-from draftsmith.rounding import round_up
 
 Batch = TypeVar("Batch")
 

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 from rich.console import Console
 
+from draftsmith.base.files import replacing
 from draftsmith.errors import DraftsmithError
-from draftsmith.features.files import replacing
 from draftsmith.training.options import TrackOptions
 
 _log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.costs import QWEN3_8B, Costs, costs, in_dimensions_of
 from draftsmith.algorithms.registry import algorithm, all_algorithms
 from draftsmith.drafts.draft import Draft
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 
 @pytest.mark.parametrize("method", all_algorithms(), ids=lambda method: method.name)

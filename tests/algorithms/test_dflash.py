@@ -19,8 +19,8 @@ from draftsmith.targets.target import Target
 from tests.algorithms import reference
 from tests.blocks.packed import Batch, anchors_of, blocks_of, owner, ragged_batch
 from tests.blocks.test_weights import VARIANTS, dpace_reference
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 VOCAB = 61  # the tests' mask token is the last id
 

@@ -26,8 +26,8 @@ from tests.algorithms.facts import llama
 from tests.algorithms.test_dflash import anchors_for, features_of, terms_of
 from tests.blocks.packed import Batch, blocks_of, owner, ragged_batch
 from tests.blocks.test_weights import VARIANTS, dpace_reference
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 VOCAB = 61  # the tests' mask token is the last id
 HEAD: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 7}

@@ -23,8 +23,8 @@ from draftsmith.targets.target import Target
 from tests.algorithms.reference import block_hidden
 from tests.algorithms.test_dflash import anchors_for, features_of
 from tests.blocks.packed import Batch, blocks_of, owner, ragged_batch
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 VOCAB = 61  # the tests' mask token is the last id
 METHOD = algorithm("domino")

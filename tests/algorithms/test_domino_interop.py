@@ -10,7 +10,7 @@ from draftsmith.targets.target import Target
 from tests.algorithms.test_dflash import anchors_for, features_of
 from tests.algorithms.test_domino import VOCAB, make_draft, outputs_of, terms_of
 from tests.blocks.packed import pack, random_document
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 
 pytestmark = pytest.mark.interop
 

@@ -10,7 +10,7 @@ from draftsmith.algorithms.registry import DraftSectionUnion
 from draftsmith.algorithms.weighting import DPaceWeighting
 from tests.algorithms.test_dflash import VOCAB, anchors_for, features_of, make_draft, terms_of
 from tests.blocks.packed import Batch, pack, random_document
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(DraftSectionUnion)
 DPACE = {"kind": "dpace", "alpha": 0.4, "variant": "continuation_value"}

@@ -22,9 +22,9 @@ from draftsmith.features.schema import FINAL_STATE, TAPS
 from draftsmith.targets.target import Target
 from tests.algorithms import reference
 from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch
-from tests.tiny import tiny_target
-from tests.tiny_draft import dspark_head as head
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import dspark_head as head
+from tests.support.tiny_draft import tiny_draft
 
 VOCAB, SIZE = 61, 5  # the tests' mask token is the last id
 METHOD = algorithm("dspark")

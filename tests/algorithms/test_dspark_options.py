@@ -11,9 +11,9 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.weighting import DecayWeighting
 from draftsmith.errors import DraftsmithError
 from tests.algorithms.facts import llama
-from tests.tiny import tiny_target
-from tests.tiny_draft import dspark_head as head
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import dspark_head as head
+from tests.support.tiny_draft import tiny_draft
 
 METHOD = algorithm("dspark")
 SMALL: dict[str, Any] = {"mask_token_id": 98, "block_size": 7, "num_hidden_layers": 2}

@@ -8,8 +8,8 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.errors import DraftsmithError
 from tests.blocks.packed import MASK, anchors_of, blocks_of, ragged_batch
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 
 @pytest.mark.parametrize(("base", "block_size"), [(0.9, 16), (0.5, 5), (1e9, 40), (1.0, 3)])

@@ -7,8 +7,8 @@ from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.registry import DraftSectionUnion, algorithm, algorithm_for, all_algorithms
 from draftsmith.algorithms.weighting import DecayWeighting, DPaceWeighting
 from draftsmith.errors import DraftsmithError
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 SECTIONS: TypeAdapter[Any] = TypeAdapter(DraftSectionUnion)
 

@@ -20,8 +20,8 @@ from draftsmith.decoding.sampling import RowSampling, SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TargetEnds
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 VOCAB = 96
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

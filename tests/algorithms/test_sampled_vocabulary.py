@@ -7,8 +7,8 @@ from draftsmith.algorithms.dflash import DFlashObjectiveOptions, DFlashSection
 from draftsmith.algorithms.sampled_vocabulary import SampledVocabulary
 from tests.algorithms.test_dflash import VOCAB, anchors_for, features_of, make_draft, terms_of
 from tests.blocks.packed import ragged_batch
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 
 def _logits(sample, ends, hidden, draft):

@@ -12,8 +12,8 @@ from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_target
-from tests.tiny_draft import dspark_head, tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import dspark_head, tiny_draft
 
 METHODS = [method.name for method in all_algorithms()]
 HEADS: dict[str, dict[str, Any]] = {

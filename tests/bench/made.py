@@ -4,8 +4,8 @@ import torch
 
 from draftsmith.bench.records import PLAIN, AskedPrompt, BenchAnswer, BenchReport, Decoder, Round
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_model
-from tests.tiny_tokenizer import tiny_tokenizer
+from tests.support.tiny import tiny_model
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 SAID = "abc"
 """The letters that `wordy_target` says."""

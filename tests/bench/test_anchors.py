@@ -11,8 +11,8 @@ from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import Target
 from tests.algorithms.reference import block_hidden
 from tests.blocks.packed import Document
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 7}
 ANCHORS = [5, 9, 17]

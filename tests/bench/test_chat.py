@@ -9,7 +9,7 @@ from draftsmith.data.chat import answer_text, render_prompt
 from draftsmith.data.options import DataOptions
 from draftsmith.data.prompts import Prompt
 from draftsmith.regenerate.dialogue import Dialogue
-from tests.tiny_tokenizer import tiny_tokenizer
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 SPACED = "do n't say : one , two . The end !"
 

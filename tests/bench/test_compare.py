@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.bench.compare import compare
 from draftsmith.errors import DraftsmithError
-from draftsmith.inspect import comparison_table
+from draftsmith.stages.inspect import comparison_table
 from tests.bench.made import PLAIN, answer, report, timed
 
 

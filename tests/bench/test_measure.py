@@ -20,7 +20,7 @@ from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.errors import DraftsmithError
 from tests.bench.made import wordy_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 PROMPTS = [
     Prompt("one", ("say one",), "odd"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.recipe import load_recipe
+from draftsmith.run.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 

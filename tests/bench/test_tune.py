@@ -15,7 +15,7 @@ from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.tuning import Tuning
 from draftsmith.errors import DraftsmithError
 from tests.bench.made import wordy_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 PROMPTS = [[40, 41, 42], [50, 51, 52, 60, 7]]
 HEADS = {

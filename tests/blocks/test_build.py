@@ -8,8 +8,8 @@ from draftsmith.blocks.build import anchor_block_inputs
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.kernels.slot_state import open_step
 from tests.blocks.packed import MASK, anchors_of, blocks_of, owner, ragged_batch
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 LAYOUTS = [BlockLayout(kind, size) for kind in BlockKind for size in (2, 5, 16)]
 

@@ -24,7 +24,7 @@ from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.verify import verify_store
 from tests.features.stores import equal
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 
 from .samples import random_samples, run_capture
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from draftsmith.features.encoding import decode, encode
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import FP8, CaptureLayout
-from tests.tiny import KINDS, tiny_target
+from tests.support.tiny import KINDS, tiny_target
 
 from .samples import random_samples, run_capture
 

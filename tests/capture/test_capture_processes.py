@@ -13,7 +13,7 @@ from draftsmith.capture.plan import padded_tokens, plan_batches, share_batches
 from draftsmith.features.reader import Store
 from draftsmith.features.verify import verify_store
 from tests.features.stores import equal
-from tests.forks import fork
+from tests.support.forks import fork
 
 from . import forked_captures
 from .forked_captures import LENGTHS, OPTIONS, POISON

@@ -27,7 +27,7 @@ from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import HEADER_FILE, StoreWriter, finish_store
 from draftsmith.features.verify import verify_store
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 
 from .samples import random_samples, run_capture
 

@@ -27,10 +27,10 @@ from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.outline import TargetOutline
+from draftsmith.run.outline import TargetOutline
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_model, tiny_target
+from tests.support.tiny import tiny_model, tiny_target
 
 from .samples import provenance, random_samples
 

@@ -23,7 +23,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.verify import verify_store
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 
 from .samples import provenance, random_samples
 

@@ -16,7 +16,7 @@ from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import HEADER_FILE, StoreWriter, write_tokens
 from draftsmith.features.tables import ShardTokens
 from draftsmith.features.verify import verify_store
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 
 from .samples import provenance, random_samples, run_capture
 

@@ -16,7 +16,7 @@ from draftsmith.data.options import DataOptions
 from draftsmith.data.sample import Conversation
 from draftsmith.data.tokenize import tokenize, tokenize_all
 from draftsmith.errors import DraftsmithError
-from tests.tiny_tokenizer import PLAIN_TEMPLATE, tiny_tokenizer
+from tests.support.tiny_tokenizer import PLAIN_TEMPLATE, tiny_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}

@@ -9,7 +9,7 @@ from draftsmith.data.options import DataOptions
 from draftsmith.data.sample import Conversation, Sample
 from draftsmith.data.tokenize import TemplateMismatch, answers_apart, tokenize, tokenize_all
 from draftsmith.errors import DraftsmithError
-from tests.tiny_tokenizer import GENERATION_TEMPLATE, PLAIN_TEMPLATE, tiny_tokenizer
+from tests.support.tiny_tokenizer import GENERATION_TEMPLATE, PLAIN_TEMPLATE, tiny_tokenizer
 
 # Earlier answers lose their reasoning, as Qwen3's template does it.
 FORGETFUL_TEMPLATE = (

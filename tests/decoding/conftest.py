@@ -4,8 +4,8 @@ import pytest
 
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 
 @pytest.fixture(scope="module")

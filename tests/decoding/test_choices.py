@@ -9,8 +9,8 @@ from draftsmith.decoding.rng import Stream, uniform_pair
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions, distribution, draw_token
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_model
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_model
+from tests.support.tiny_draft import tiny_draft
 
 HALF = 41
 

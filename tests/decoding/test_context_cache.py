@@ -10,8 +10,8 @@ from draftsmith.decoding.engine import block_runner
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 KINDS = [AttentionKind(window, causal) for window in (None, 1, 3, 9) for causal in (False, True)]
 

@@ -18,8 +18,8 @@ from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from tests.decoding.oracle import Oracle, decode_with, expected_accept_lengths
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 VOCABULARY = 97
 LENGTHS = (3, 1, 17, 8, 5)

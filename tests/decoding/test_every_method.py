@@ -14,8 +14,8 @@ from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Generation
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
-from tests.every_method import METHODS, draft_of
-from tests.tiny import tiny_target
+from tests.support.every_method import METHODS, draft_of
+from tests.support.tiny import tiny_target
 
 PROMPTS = [[0, 2, 1], [1], [2, 2, 0, 1, 1, 0, 4, 3], [3, 4], [1, 0, 2, 2]]
 ASKED: dict[str, Any] = {"max_new_tokens": 11, "stop_token_ids": (3,)}

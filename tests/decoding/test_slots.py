@@ -19,8 +19,8 @@ from draftsmith.decoding.sampling import RowSampling, SamplingBounds, SamplingOp
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 SAMPLINGS = [SamplingOptions(), SamplingOptions(0.9), SamplingOptions(1.3, top_k=7), SamplingOptions(0.8, 0.7, 30)]
 

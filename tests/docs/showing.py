@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.every_method import METHODS
+from tests.support.every_method import METHODS
 
 ROOT = Path(__file__).parents[2]
 NOT_EVERYWHERE = {"gpu", "interop", "skip", "skipif", "xfail"}

@@ -23,13 +23,13 @@ from draftsmith.layouts import LAYOUTS, WRITABLE
 from draftsmith.targets.options import TargetOptions
 from tests.docs.showing import collect, runs_everywhere, shown_methods
 from tests.layouts.drafts import HEADS, simple_draft, target_ends
-from tests.tiny import KINDS, tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import KINDS, tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 DOCS = Path(__file__).parents[2] / "docs"
 METHODS = {method.name: method for method in all_algorithms()}
 
-LEARNS = "tests/test_every_method_online.py::test_online_training_is_training_from_a_capture"
+LEARNS = "tests/capture/test_every_method_online.py::test_online_training_is_training_from_a_capture"
 DECODES = "tests/decoding/test_every_method.py::test_greedy_output_is_plain_decodings"
 EXPORTS = "tests/export/test_export_run.py::test_every_layout_holds_the_runs_draft_or_says_why_not"
 LOSSLESS = "tests/test_losslessness.py"

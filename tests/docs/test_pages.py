@@ -17,11 +17,11 @@ from pydantic import BaseModel
 
 from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.bench.options import BenchOptions
-from draftsmith.cli import app
+from draftsmith.cli.app import app
 from draftsmith.data.named import DATA_SETS
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import LAYOUTS, WRITABLE
-from draftsmith.recipe import Recipe, load_recipe
+from draftsmith.run.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"] if "dev" not in page.parts)

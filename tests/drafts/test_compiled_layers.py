@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.drafts import backbone
 from tests.drafts.test_forward import Case
-from tests.tiny_draft import scramble, tiny_draft
+from tests.support.tiny_draft import scramble, tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from draftsmith.drafts.checks import DraftConfigError
 from draftsmith.drafts.convolution import BlockConvolution, convolve
 from draftsmith.drafts.draft import Draft
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 
 def plain(hidden: Tensor, base: Tensor, delta: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import read_directory
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 HEAD = {"gru_hidden_dim": 10, "emb_dim": 6, "pure_draft_prefix_len": 1, "shift_label": True}
 WITHOUT_DEFAULT = ("gru_hidden_dim", "emb_dim")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafts.checks import DraftConfigError
 from draftsmith.drafts.draft import Draft, DraftWeightsError, file_name
 from draftsmith.errors import DraftsmithError
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 

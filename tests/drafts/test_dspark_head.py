@@ -15,7 +15,7 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.drafts.heads.dspark import MARKOV_HEADS, corrected_logits
 from draftsmith.layouts import LayoutError, read_directory
-from tests.tiny_draft import dspark_head, tiny_draft
+from tests.support.tiny_draft import dspark_head, tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 RANK = 3

@@ -13,7 +13,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads import HEADS, HeadSpec
 from draftsmith.targets.ends import TargetEnds
 from tests.drafts.plain import plain_forward
-from tests.tiny_draft import scramble, tiny_draft
+from tests.support.tiny_draft import scramble, tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 SLIDE = ("full_attention", "sliding_attention")

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
 from draftsmith.drafts.convolution import BlockConvolution
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 HEAD = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
 

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.rope import Rope, rotate
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=32, num_layers=4, vocab_size=97)
 LLAMA3 = {

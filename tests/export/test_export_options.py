@@ -10,8 +10,8 @@ import torch
 from draftsmith.drafts.rope import inverse_frequencies
 from draftsmith.errors import DraftsmithError
 from draftsmith.export.options import RopeScaling
-from draftsmith.recipe import load_export_options
-from tests.tiny_draft import tiny_draft
+from draftsmith.run.recipe import load_export_options
+from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 

@@ -14,7 +14,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.export.verify import block_logits, verify_export
 from draftsmith.layouts import TargetParts
 from draftsmith.targets.ends import TargetEnds
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=24, num_layers=6, vocab_size=41)
 DRAFTS: dict[str, dict[str, Any]] = {

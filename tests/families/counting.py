@@ -24,7 +24,7 @@ from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.features.identity import Provenance, target_identity
 from draftsmith.features.reader import Store
-from draftsmith.recipe import parse_recipe
+from draftsmith.run.recipe import parse_recipe
 from draftsmith.targets.target import Target
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.record import load_run

@@ -15,9 +15,9 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import DFlash2Head
 from draftsmith.targets.target import Target
 from tests.families.counting import PROMPTS, SYMBOLS, assert_commits_maximum, train_counting
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 from tests.test_losslessness import SAMPLINGS, SMALL, decode_small, p_value, small_models
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
 
 HEAD: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
 WEIGHTINGS: list[dict[str, Any]] = [{"kind": "decay", "gamma": 4.0}, {"kind": "dpace"}]

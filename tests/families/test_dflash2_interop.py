@@ -16,8 +16,8 @@ from draftsmith.decoding.sampling import SamplingOptions, distribution
 from draftsmith.drafts.attention import DenseBlockAttention
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_model
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_model
+from tests.support.tiny_draft import tiny_draft
 
 zlab = pytest.importorskip("dflash.model", reason="needs the extra [interop]")
 pytestmark = pytest.mark.interop

@@ -17,9 +17,9 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
 from draftsmith.training.warm_start import read_warm_start
 from tests.families.counting import assert_commits_maximum, train_counting
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 from tests.test_losslessness import SAMPLINGS, SMALL, decode_small, p_value, small_models
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
 
 LAYOUTS = [(True, 0), (True, 1), (True, 2), (False, 0), (False, 1), (False, 2)]
 """(shift_label, pure_draft_prefix_len)"""

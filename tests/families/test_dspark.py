@@ -16,9 +16,9 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
 from tests.families.counting import assert_commits_maximum, train_counting
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import dspark_head, tiny_draft
 from tests.test_losslessness import SAMPLINGS, decode_small, p_value, plain_answers, prompts, small_models, target_of
-from tests.tiny import tiny_target
-from tests.tiny_draft import dspark_head, tiny_draft
 
 KINDS = ("vanilla", "gated", "rnn")
 

@@ -16,7 +16,7 @@ from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.verify import verify_store
 from draftsmith.targets.target import Target
 from tests.capture.samples import random_samples, run_capture
-from tests.tiny import tiny_model
+from tests.support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

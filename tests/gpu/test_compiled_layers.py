@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from draftsmith.drafts.draft import Draft
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -18,8 +18,8 @@ from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from tests.decoding.oracle import Oracle, decode_with
-from tests.tiny import KINDS, tiny_model
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import KINDS, tiny_model
+from tests.support.tiny_draft import tiny_draft
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

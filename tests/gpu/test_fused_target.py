@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from tests.tiny import KINDS, tiny_model
+from tests.support.tiny import KINDS, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,7 +13,7 @@ from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingOptions
 from tests.gpu.test_engine_step import SAMPLINGS, models, tokens
-from tests.tiny import KINDS
+from tests.support.tiny import KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

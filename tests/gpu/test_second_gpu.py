@@ -15,8 +15,8 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from draftsmith.training.record import find_checkpoint
 from draftsmith.training.run import train
-from tests.tiny import tiny_model
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_model
+from tests.support.tiny_draft import tiny_draft
 from tests.training.counting import QUIET, counting_store, counting_target, options, section
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]

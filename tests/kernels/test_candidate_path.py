@@ -23,8 +23,8 @@ from draftsmith.kernels.candidate_path import (
     top_candidates_reference,
 )
 from draftsmith.kernels.keys import key_ids
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 VOCAB = 1300  # more than one group of tokens, the last not whole
 

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
 from draftsmith.kernels.context_append import context_append, context_append_reference
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

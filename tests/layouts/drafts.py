@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from draftsmith.drafts.draft import Draft
 from draftsmith.layouts import TargetParts
-from tests.tiny_draft import dspark_head, tiny_draft
+from tests.support.tiny_draft import dspark_head, tiny_draft
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from draftsmith.cli import app
+from draftsmith.cli.app import app
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.convert import convert
 from draftsmith.drafts.draft import Draft, DraftWeightsError

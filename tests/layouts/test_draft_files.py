@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.layouts import LayoutError, files, read_directory
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 WEIGHTS = "model.safetensors"

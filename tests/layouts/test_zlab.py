@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafts.heads import HEADS
 from draftsmith.layouts import LayoutError, read_directory, write_directory
 from draftsmith.layouts.zlab import FAMILY, Member
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
 FULL, SLIDING = "full_attention", "sliding_attention"

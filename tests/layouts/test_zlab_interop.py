@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.drafts.attention import DenseBlockAttention
 from draftsmith.drafts.draft import Draft
-from tests.tiny_draft import scramble, tiny_draft
+from tests.support.tiny_draft import scramble, tiny_draft
 
 zlab = pytest.importorskip("dflash.model", reason="needs the extra [interop]")
 pytestmark = pytest.mark.interop

@@ -17,8 +17,8 @@ from draftsmith.data.tokenize import tokenize_all
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate import RegenerateOptions, regenerate
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_model
-from tests.tiny_tokenizer import tiny_tokenizer
+from tests.support.tiny import tiny_model
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 OPTIONS = RegenerateOptions(max_new_tokens=9, batch_size=3)
 PROMPTS = [

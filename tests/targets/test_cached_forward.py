@@ -7,7 +7,7 @@ from torch import Tensor
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.target import Target
-from tests.tiny import KINDS, tiny_target
+from tests.support.tiny import KINDS, tiny_target
 
 # Sliding windows of 8 (Mistral, Gemma 3; Qwen here, on some layers) are far shorter than the rows.
 OVERRIDES = {

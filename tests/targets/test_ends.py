@@ -11,7 +11,7 @@ from transformers import GraniteConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import Target
-from tests.tiny import KINDS, tiny_model, tiny_target
+from tests.support.tiny import KINDS, tiny_model, tiny_target
 
 
 @pytest.mark.parametrize("shards", ["single", "sharded"])

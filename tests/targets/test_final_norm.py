@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.final_norm import load_final_norm
-from tests.tiny import KINDS, tiny_model
+from tests.support.tiny import KINDS, tiny_model
 
 
 @pytest.mark.parametrize("kind", KINDS)

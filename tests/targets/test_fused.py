@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
-from tests.tiny import KINDS, tiny_model, tiny_target
+from tests.support.tiny import KINDS, tiny_model, tiny_target
 
 OVERRIDES = {
     "llama": {"attention_bias": True, "mlp_bias": True},

@@ -12,8 +12,8 @@ from draftsmith.targets import gguf as gguf_module
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.gguf import conversion_directory, converted, demo_target_path
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_model
-from tests.tiny_tokenizer import PLAIN_TEMPLATE, tiny_tokenizer
+from tests.support.tiny import tiny_model
+from tests.support.tiny_tokenizer import PLAIN_TEMPLATE, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

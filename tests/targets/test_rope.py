@@ -10,13 +10,13 @@ from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash import DFlashSection
 from draftsmith.decoding.generate import generate
 from draftsmith.errors import DraftsmithError
-from draftsmith.outline import TargetOutline
+from draftsmith.run.outline import TargetOutline
 from draftsmith.targets.description import TargetDescription
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.rope import length_dependent_type
 from draftsmith.targets.target import Target
-from tests.tiny import tiny_model
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_model
+from tests.support.tiny_draft import tiny_draft
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONG = {

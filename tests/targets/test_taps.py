@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.layer_ids import from_layer_input_ids, to_layer_input_ids
+from draftsmith.layouts.layer_ids import from_layer_input_ids, to_layer_input_ids
 from draftsmith.targets.taps import check_tap_ids, default_tap_ids
-from tests.tiny import KINDS, tiny_target
+from tests.support.tiny import KINDS, tiny_target
 
 
 @pytest.mark.parametrize(

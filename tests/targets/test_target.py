@@ -19,8 +19,8 @@ from transformers import (
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
-from tests.tiny import KINDS, tiny_model, tiny_target
-from tests.tiny_tokenizer import tiny_tokenizer
+from tests.support.tiny import KINDS, tiny_model, tiny_target
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 
 def _inputs(width: int = 9) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.targets.target import Target
 from draftsmith.training.options import TrackOptions, TrainOptions
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 
 MASK = 18
 SYMBOLS = 16

@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.reader import Store
-from draftsmith.recipe import parse_recipe
+from draftsmith.run.recipe import parse_recipe
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.run import TrainResult, train
 from tests.training.counting import BASE, QUIET, counting_target

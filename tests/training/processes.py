@@ -1,4 +1,4 @@
-"""Groups of training processes, which are forks (`tests.forks`) where a launcher would start them from nothing.
+"""Groups of training processes, which are forks (`tests.support.forks`) where a launcher would start them from nothing.
 
 Each gets what a launcher would give it, ranks and an address in its environment, and a group ends when one of its
 processes fails.
@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.forks import fork
+from tests.support.forks import fork
 from tests.training.distributed_run import run_jobs
 
 

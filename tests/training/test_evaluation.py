@@ -14,7 +14,7 @@ from draftsmith.training.batches import BlockSampler
 from draftsmith.training.evaluation import Evaluation, score, split_documents, whole_blocks
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.source import StoreSource
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 from tests.training.counting import MASK, section
 
 IDS = [f"sample-{i}" for i in range(57)]

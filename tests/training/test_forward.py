@@ -7,8 +7,8 @@ from draftsmith.features.schema import TAPS
 from draftsmith.training.batches import BlockSampler, Forward
 from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.source import StoreSource
-from tests.tiny import tiny_target
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 from tests.training.counting import MASK, TAP_IDS, counting_store, section
 
 

@@ -18,7 +18,7 @@ from draftsmith.features.packing import collate
 from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS
-from draftsmith.recipe import parse_recipe
+from draftsmith.run.recipe import parse_recipe
 from draftsmith.targets.target import Target
 from draftsmith.training.batches import BlockSampler, Forward, MicroBatch
 from draftsmith.training.flops import Work

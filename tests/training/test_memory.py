@@ -9,7 +9,7 @@ from draftsmith.training.batches import BlockSampler, Forward
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.run import train
 from draftsmith.training.source import StoreSource
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 from tests.training.counting import MASK, QUIET, TAP_IDS, options, section
 from tests.training.test_train import entries, weights
 

@@ -19,7 +19,7 @@ from draftsmith.training.options import TrackOptions
 from draftsmith.training.record import find_checkpoint, load_run
 from draftsmith.training.run import train
 from draftsmith.training.schedule import learning_rate
-from tests.tiny import tiny_target
+from tests.support.tiny import tiny_target
 from tests.training.counting import QUIET, TAP_IDS, counting_store, identity_of, options, section
 
 LAYOUT = CaptureLayout(TAP_IDS, 32, final_state=False, dtype=torch.float32)

@@ -17,7 +17,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.training.warm_start import read_warm_start
 from tests.algorithms.facts import Facts
-from tests.tiny_draft import tiny_draft
+from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=24, num_layers=6, vocab_size=41)
 HEADS: dict[str, dict[str, Any]] = {

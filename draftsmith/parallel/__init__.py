@@ -1,0 +1,1 @@
+"""The processes that work together: ranks, gathering, failing together."""

@@ -1,0 +1,1 @@
+"""What a run is: its recipe, its files, its stamps."""

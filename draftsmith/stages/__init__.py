@@ -1,0 +1,1 @@
+"""One stage a command: what each reads and writes."""
