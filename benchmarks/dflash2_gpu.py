@@ -28,8 +28,8 @@ from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.convolution import convolve
 from draftsmith.drafts.draft import Draft
-from draftsmith.kernels.block_convolution import block_convolution
-from draftsmith.kernels.candidate_path import candidate_path, top_candidates
+from draftsmith.kernels.layers.block_convolution import block_convolution
+from draftsmith.kernels.rollout.candidate_path import candidate_path, top_candidates
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 HEAD = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}

@@ -28,9 +28,9 @@ from engine_trained_gpu import random_draft, random_target
 
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
-from draftsmith.kernels import skinny_linear as skinny
-from draftsmith.kernels.block_attention import block_attention
-from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax
+from draftsmith.kernels.attention.block_attention import block_attention
+from draftsmith.kernels.layers import skinny_linear as skinny
+from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 ROWS = (1, 8, 16, 17, 24, 32)

@@ -4,7 +4,7 @@
 
 DRAFT: a directory with a Domino or DSpark draft for TARGET; PROMPTS: JSON lines with `turns` or `messages`, of which
 the first turn is asked. The engine decodes greedily, row by row of a batch, and every step's base logits and latent are
-put to the rule of `kernels.low_rank_pruning`, and to tighter bounds that it might use instead. One JSON line.
+put to the rule of `kernels.rollout.low_rank_pruning`, and to tighter bounds that it might use instead. One JSON line.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from torch import Tensor
 from draftsmith import Draft, Target, generate
 from draftsmith.algorithms.search import BlockSearch
 from draftsmith.decoding.options import EngineOptions
-from draftsmith.kernels.keys import key_ids
-from draftsmith.kernels.low_rank_pruning import leaders_reference
-from draftsmith.kernels.row_bounds import row_bounds, share_beside, upper_bounds
+from draftsmith.kernels.rollout.low_rank_pruning import leaders_reference
+from draftsmith.kernels.rollout.row_bounds import row_bounds, share_beside, upper_bounds
+from draftsmith.kernels.vocabulary.keys import key_ids
 
 LEADING = (16, 32)
 BITS = (8, 4)

@@ -27,10 +27,10 @@ from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import RowSampling, SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.kernels.keys import key_ids, new_keys
-from draftsmith.kernels.low_rank_argmax import low_rank_argmax, low_rank_scores
-from draftsmith.kernels.low_rank_pruning import leaders, pruned_low_rank_argmax
-from draftsmith.kernels.row_bounds import row_bounds, upper_bounds
+from draftsmith.kernels.rollout.low_rank_argmax import low_rank_argmax, low_rank_scores
+from draftsmith.kernels.rollout.low_rank_pruning import leaders, pruned_low_rank_argmax
+from draftsmith.kernels.rollout.row_bounds import row_bounds, upper_bounds
+from draftsmith.kernels.vocabulary.keys import key_ids, new_keys
 from draftsmith.targets.ends import TargetEnds
 
 VOCAB, HIDDEN = 151936, 4096

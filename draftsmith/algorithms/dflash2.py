@@ -214,7 +214,7 @@ class DFlash2(Algorithm):
             return self.stepwise_proposer(draft, ends, num_proposals)
         # Kernels need the package triton, which not every installation has.
         from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Proposer
-        from draftsmith.kernels.candidate_path import fits
+        from draftsmith.kernels.rollout.candidate_path import fits
 
         head = cast(DFlash2HeadConfig, draft.config.head_config)
         if not fits(head.selector_top_k, head.selector_rank):

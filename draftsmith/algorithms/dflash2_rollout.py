@@ -12,7 +12,7 @@ from draftsmith.algorithms.rollout import KeyedSampler
 from draftsmith.algorithms.search import base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
-from draftsmith.kernels.candidate_path import candidate_path, top_candidates
+from draftsmith.kernels.rollout.candidate_path import candidate_path, top_candidates
 from draftsmith.targets.ends import TargetEnds
 
 

@@ -14,9 +14,9 @@ from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.input_gates import input_gates, input_gates_reference, token_table
-from draftsmith.kernels.keys import key_ids, token_keys
-from draftsmith.kernels.prefix_gru import MAX_WIDTH, advance, advance_reference, start
+from draftsmith.kernels.rollout.input_gates import input_gates, input_gates_reference, token_table
+from draftsmith.kernels.rollout.prefix_gru import MAX_WIDTH, advance, advance_reference, start
+from draftsmith.kernels.vocabulary.keys import key_ids, token_keys
 from draftsmith.targets.ends import TargetEnds
 
 GUESSES, GUESSED_ROWS = 4, 2

@@ -13,7 +13,7 @@ from draftsmith.algorithms.search import Search, base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dspark import DSparkHead
-from draftsmith.kernels.keys import key_ids
+from draftsmith.kernels.vocabulary.keys import key_ids
 from draftsmith.targets.ends import TargetEnds
 
 

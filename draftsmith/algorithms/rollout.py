@@ -1,8 +1,9 @@
 """How a sequential head fills a block: the decoding options that Domino and DSpark share, and what they check.
 
 Three rollouts give the same tokens up to rounding: `plain` hands every step's logits to the request's sampler; `dense`
-keeps one key a row and step (`kernels.keys`) and never writes a vocabulary of logits when decoding greedily; `pruned`
-does the same and reads only rows of the correction's output matrix that may win (`kernels.low_rank_pruning`).
+keeps one key a row and step (`kernels.vocabulary.keys`) and never writes a vocabulary of logits when decoding greedily;
+`pruned` does the same and reads only rows of the correction's output matrix that may win
+(`kernels.rollout.low_rank_pruning`).
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from draftsmith.base.dtypes import DTYPES
 from draftsmith.drafts.checks import describe
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.requirement import need_triton
+from draftsmith.kernels.device import need_triton
 from draftsmith.targets.ends import TargetEnds
 
 
@@ -160,7 +161,7 @@ def check_vocabulary(
 
 def _by_kernels(weight: Tensor) -> str:
     """The rollout by kernels that is expected to be faster for W2 `weight`."""
-    from draftsmith.kernels.low_rank_pruning import pays
+    from draftsmith.kernels.rollout.low_rank_pruning import pays
 
     return "pruned" if weight.device.type == "cuda" and pays(weight) else "dense"
 

@@ -14,13 +14,13 @@ from torch.nn import functional
 from draftsmith.algorithms.rollout import Derived, KeyedSampler, VocabularyPart
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels import low_rank_argmax as dense
-from draftsmith.kernels import low_rank_pruning as pruning
-from draftsmith.kernels.block_keys import begin_keys, begin_keys_reference, block_tokens, block_tokens_reference
-from draftsmith.kernels.few_states import MAX_STATES, few_states_logits
-from draftsmith.kernels.keys import key_ids, pack_keys
-from draftsmith.kernels.noise import LEAST_TEMPERATURE, gumbel_noise
-from draftsmith.kernels.row_bounds import RowBounds, row_bounds
+from draftsmith.kernels.rollout import low_rank_argmax as dense
+from draftsmith.kernels.rollout import low_rank_pruning as pruning
+from draftsmith.kernels.rollout.block_keys import begin_keys, begin_keys_reference, block_tokens, block_tokens_reference
+from draftsmith.kernels.rollout.row_bounds import RowBounds, row_bounds
+from draftsmith.kernels.vocabulary.few_states import MAX_STATES, few_states_logits
+from draftsmith.kernels.vocabulary.keys import key_ids, pack_keys
+from draftsmith.kernels.vocabulary.noise import LEAST_TEMPERATURE, gumbel_noise
 from draftsmith.targets.ends import TargetEnds
 
 PRUNED_ROWS = 2

@@ -1,4 +1,4 @@
-"""Training attention by a kernel of its own, made for anchored blocks (`kernels.anchored_attention`)."""
+"""Training attention by a kernel of its own, made for anchored blocks (`kernels.attention.anchored_attention`)."""
 
 import math
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.sight import Sight, sight
 from draftsmith.drafts.attention import AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.block_rows import rows_of_a_block
+from draftsmith.kernels.attention.block_rows import rows_of_a_block
 
 if TYPE_CHECKING:
-    from draftsmith.kernels.anchored_attention import Runs, Tiling
+    from draftsmith.kernels.attention.anchored_attention import Runs, Tiling
 
 LARGEST_HEAD = 128
 """Channels of a head that the kernel was tried with."""
@@ -27,7 +27,7 @@ LEAST_SHARED_MEMORY = 162 * 1024
 
 def runs(seen: Sight, blocks: Blocks, keys: int) -> "Runs":
     """What the kernel needs of who sees what; `keys`: context tokens of a tile."""
-    from draftsmith.kernels.anchored_attention import Runs
+    from draftsmith.kernels.attention.anchored_attention import Runs
 
     num_blocks, block_size = blocks.input_ids.shape[1:]
     context = seen.num_keys - num_blocks * block_size
@@ -116,7 +116,7 @@ class AnchoredBlockAttention:
     ) -> Tensor:
         """Shapes as in `BlockAttention`; raises `DraftsmithError` for a kind without runs, and for heads or blocks that
         it cannot do."""
-        from draftsmith.kernels.anchored_attention import anchored_attention, tiling
+        from draftsmith.kernels.attention.anchored_attention import anchored_attention, tiling
 
         group, block_size = q.shape[1] // context_k.shape[1], self._blocks.input_ids.shape[-1]
         check_anchored(q.shape[-1], group, block_size)

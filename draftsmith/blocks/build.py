@@ -15,7 +15,7 @@ def anchor_block_inputs(anchor_ids: Tensor, config: DraftConfig, ends: TargetEnd
     [n] int64 -> embeddings [n, B, H] of the anchor's token and of mask tokens, as the target's matrix has them.
 
     Blocks that show more are `build_blocks`'s. The engine makes the same ids along with its verify's positions
-    (`kernels.slot_state.open_step`).
+    (`kernels.state.slot_state.open_step`).
     """
     masks = anchor_ids.new_full((len(anchor_ids), config.block_size - 1), config.mask_token_id)
     return ends.embedding_rows(torch.cat((anchor_ids[:, None], masks), dim=1))

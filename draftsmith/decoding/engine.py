@@ -30,7 +30,7 @@ from draftsmith.decoding.step import Drafting, Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.requirement import need_triton
+from draftsmith.kernels.device import need_triton
 from draftsmith.targets.target import Target
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.noise import WORD, Stream, philox
+from draftsmith.kernels.vocabulary.noise import WORD, Stream, philox
 
 __all__ = ["Stream", "row_seeds", "uniform_pair"]
 

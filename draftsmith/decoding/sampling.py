@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.noise import LEAST_TEMPERATURE
+from draftsmith.kernels.vocabulary.noise import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.sampling import RowSampling, SamplingBounds
-from draftsmith.kernels import slot_state
-from draftsmith.kernels.slot_state import REPORT_HEADER
+from draftsmith.kernels.state import slot_state
+from draftsmith.kernels.state.slot_state import REPORT_HEADER
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class DecodingState:
     def commit(self, token_ids: Tensor, count: Tensor | None, finite: Tensor, proposed: Tensor | None = None) -> None:
         """Appends what a verify grants, up to the first stop token (kept) and to the limit, and reports it.
 
-        Arguments as in `kernels.slot_state.commit`.
+        Arguments as in `kernels.state.slot_state.commit`.
         """
         slot_state.commit(
             token_ids,

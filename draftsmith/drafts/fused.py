@@ -16,7 +16,7 @@ from draftsmith.drafts.attention import AttentionKind
 from draftsmith.drafts.backbone import Layer
 from draftsmith.drafts.convolution import BlockConvolution
 from draftsmith.drafts.draft import Draft
-from draftsmith.kernels.joined import join_rows
+from draftsmith.kernels.layers.joined import join_rows
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,8 @@ class FusedDraft:
     def __init__(self, draft: Draft, *, skinny: bool = True) -> None:
         """skinny: products of a few rows by `skinny_linear`, whose addends the next kernel sums."""
         # Triton is there wherever torch has a GPU, and need not be elsewhere.
-        from draftsmith.kernels import (
-            block_attention,
-            block_convolution,
-            context_append,
-            gated_activation,
-            rms_norm,
-            rope_cache,
-            skinny_linear,
-        )
+        from draftsmith.kernels.attention import block_attention, context_append, rope_cache
+        from draftsmith.kernels.layers import block_convolution, gated_activation, rms_norm, skinny_linear
 
         self._linear_or_addends = skinny_linear.linear_or_addends
         self._skinny = skinny

@@ -53,7 +53,7 @@ def gradient(
 def _pick(name: str, reference: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
     if logits.device.type != "cuda":
         return reference
-    from draftsmith.kernels import softmax_rows  # Triton need not be there without CUDA
+    from draftsmith.kernels.vocabulary import softmax_rows  # Triton need not be there without CUDA
 
     return getattr(softmax_rows, name)
 

@@ -76,11 +76,13 @@ class CachedAttention:
     ) -> Tensor:
         """Attention of query [batch, heads, w, d] over a layer's whole keys and values, its own among them.
 
-        On a CUDA device by `kernels.block_attention`, which reads only what is visible; on others by PyTorch's
-        attention under a mask.
+        On a CUDA device by `kernels.attention.block_attention`, which reads only what is visible; on others by
+        PyTorch's attention under a mask.
         """
         if query.is_cuda:
-            from draftsmith.kernels.block_attention import block_attention  # needs Triton, which a CPU may lack
+            from draftsmith.kernels.attention.block_attention import (
+                block_attention,  # needs Triton, which a CPU may lack
+            )
 
             return block_attention(
                 query, keys, values, self.positions, scale=scale, causal=True, window=window, softcap=softcap

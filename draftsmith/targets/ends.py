@@ -100,10 +100,12 @@ class TargetEnds(nn.Module):
     def argmax(self, hidden: Tensor) -> TokenChoice:
         """States after the final norm [..., H], in the weights' dtype -> the most likely token of each.
 
-        On a CUDA device no logits are written (`kernels.vocabulary_argmax`).
+        On a CUDA device no logits are written (`kernels.vocabulary.vocabulary_argmax`).
         """
         if hidden.is_cuda:
-            from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax  # needs Triton, which a CPU may lack
+            from draftsmith.kernels.vocabulary.vocabulary_argmax import (
+                vocabulary_argmax,  # needs Triton, which a CPU may lack
+            )
 
             with current(hidden.device):
                 return TokenChoice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels import gated_activation as gate
-from draftsmith.kernels import rms_norm as norm
-from draftsmith.kernels import rope_cache as rope
-from draftsmith.kernels.skinny_linear import linear_or_addends
+from draftsmith.kernels.attention import rope_cache as rope
+from draftsmith.kernels.layers import gated_activation as gate
+from draftsmith.kernels.layers import rms_norm as norm
+from draftsmith.kernels.layers.skinny_linear import linear_or_addends
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.experts import capturable_experts

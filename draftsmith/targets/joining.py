@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftsmith.kernels.gated_activation import ACTIVATIONS
-from draftsmith.kernels.joined import join_rows
+from draftsmith.kernels.layers.gated_activation import ACTIVATIONS
+from draftsmith.kernels.layers.joined import join_rows
 from draftsmith.targets.rope import length_dependent_type
 
 
@@ -60,7 +60,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """gate_up: the two joined, gate first; activation: as `kernels.gated_activation` names it."""
+    """gate_up: the two joined, gate first; activation: as `kernels.layers.gated_activation` names it."""
 
     gate_up: Linear
     down: Linear

@@ -15,7 +15,7 @@ from draftsmith.base.devices import current, resolve_device
 from draftsmith.base.dtypes import parse_dtype
 from draftsmith.base.switch import SWITCH_NAMES
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.requirement import need_triton
+from draftsmith.kernels.device import need_triton
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import KeyValueCache
 from draftsmith.targets.ends import TargetEnds

@@ -22,7 +22,7 @@ from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.check import check_store
 from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
 from draftsmith.features.reader import Store
-from draftsmith.kernels.requirement import need_triton
+from draftsmith.kernels.device import need_triton
 from draftsmith.parallel.processes import raise_together
 from draftsmith.parallel.ranks import process_count
 from draftsmith.targets.ends import TargetEnds
@@ -291,7 +291,7 @@ def _resolved_attention(
         return attention
     attention = AttentionBackend.DENSE
     if device.type == "cuda":
-        from draftsmith.kernels.limits import shared_memory
+        from draftsmith.kernels.device import shared_memory
 
         memory = shared_memory(device)
         taken = takes(config.head_dim, autocast or torch.float32, group, config.block_size, memory)

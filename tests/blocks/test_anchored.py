@@ -14,7 +14,7 @@ from draftsmith.drafts.attention import AttentionKind
 from draftsmith.errors import DraftsmithError
 from tests.blocks.packed import anchors_of, blocks_of, pack, random_document
 
-Tiling = pytest.importorskip("draftsmith.kernels.anchored_attention").Tiling
+Tiling = pytest.importorskip("draftsmith.kernels.attention.anchored_attention").Tiling
 
 
 # Several tiles at sizes that the interpreter gets through.

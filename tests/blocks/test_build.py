@@ -6,7 +6,7 @@ import torch
 
 from draftsmith.blocks.build import anchor_block_inputs
 from draftsmith.blocks.layout import BlockKind, BlockLayout
-from draftsmith.kernels.slot_state import open_step
+from draftsmith.kernels.state.slot_state import open_step
 from tests.blocks.packed import MASK, anchors_of, blocks_of, owner, ragged_batch
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft

@@ -38,7 +38,7 @@ DIMS = {"verify of 16, grouped heads": (64, 96, 128, 256), "prompt": (64, 96, 12
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("shape", "dim"), [(shape, dim) for shape in SHAPES for dim in DIMS.get(shape, (64, 96))])
 def test_kernel_equals_reference(dtype, dim, shape):
-    from draftsmith.kernels.block_attention import block_attention, block_attention_reference
+    from draftsmith.kernels.attention.block_attention import block_attention, block_attention_reference
 
     case = dict(SHAPES[shape])
     sizes = [case.pop(name) for name in ("batch", "heads", "kv", "width")]
@@ -55,7 +55,7 @@ def test_kernel_equals_reference(dtype, dim, shape):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_bitwise_the_same_from_any_slot_and_beside_any_neighbour(dtype):
-    from draftsmith.kernels.block_attention import block_attention
+    from draftsmith.kernels.attention.block_attention import block_attention
 
     q, k, v, _ = _inputs(4, 32, 8, 16, 128, 3000, dtype, seed=1)
     start = torch.tensor([2900, 127, 700, 1500], device="cuda")

@@ -122,7 +122,7 @@ def test_a_token_is_the_same_from_any_slot_beside_any_neighbour_in_any_bucket(ki
 @pytest.mark.parametrize("rows", [1, 16, 40, 300])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_most_likely_token_is_the_logits_argmax(dtype, rows, softcap):
-    from draftsmith.kernels.vocabulary_argmax import vocabulary_argmax, vocabulary_argmax_reference
+    from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax, vocabulary_argmax_reference
 
     hidden = torch.randn(rows, 264, device="cuda").to(dtype)
     weight = (torch.randn(5003, 264, device="cuda") / 8).to(dtype)

@@ -8,24 +8,24 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from draftsmith.algorithms.rollout import RolloutOptions
-from draftsmith.kernels import input_gates as inputs
-from draftsmith.kernels import prefix_gru
-from draftsmith.kernels.few_states import few_states_logits
-from draftsmith.kernels.keys import key_ids, key_scores, new_keys, pack_keys
-from draftsmith.kernels.limits import cache_bytes
-from draftsmith.kernels.low_rank_argmax import (
+from draftsmith.kernels.device import cache_bytes
+from draftsmith.kernels.rollout import input_gates as inputs
+from draftsmith.kernels.rollout import prefix_gru
+from draftsmith.kernels.rollout.low_rank_argmax import (
     low_rank_argmax,
     low_rank_sample,
     low_rank_sample_reference,
 )
-from draftsmith.kernels.low_rank_pruning import (
+from draftsmith.kernels.rollout.low_rank_pruning import (
     leaders,
     leaders_reference,
     pruned_low_rank_argmax,
     widest_rank,
 )
-from draftsmith.kernels.noise import gumbel_noise
-from draftsmith.kernels.row_bounds import row_bounds
+from draftsmith.kernels.rollout.row_bounds import row_bounds
+from draftsmith.kernels.vocabulary.few_states import few_states_logits
+from draftsmith.kernels.vocabulary.keys import key_ids, key_scores, new_keys, pack_keys
+from draftsmith.kernels.vocabulary.noise import gumbel_noise
 
 pytestmark = pytest.mark.gpu
 

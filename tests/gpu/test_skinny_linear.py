@@ -23,7 +23,7 @@ def _operands(rows, outputs, inner, dtype):
     [(torch.float32, *SHAPES[0]), (torch.float16, *SHAPES[0]), *((torch.bfloat16, *shape) for shape in SHAPES[:4])],
 )
 def test_a_few_rows_times_a_matrix(rows, dtype, outputs, inner):
-    from draftsmith.kernels.skinny_linear import skinny_linear
+    from draftsmith.kernels.layers.skinny_linear import skinny_linear
 
     x, weight = _operands(rows, outputs, inner, dtype)
     found = skinny_linear(x, weight).sum(0)
@@ -36,7 +36,7 @@ def test_a_few_rows_times_a_matrix(rows, dtype, outputs, inner):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inner"), SHAPES)
 def test_a_rows_bits_are_the_same_in_either_tile_and_beside_any_rows(dtype, outputs, inner):
-    from draftsmith.kernels.skinny_linear import skinny_linear
+    from draftsmith.kernels.layers.skinny_linear import skinny_linear
 
     x, weight = _operands(32, outputs, inner, dtype)
     whole = skinny_linear(x, weight)

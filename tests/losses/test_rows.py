@@ -81,7 +81,7 @@ def test_a_row_depends_on_itself_alone_and_ties_go_to_the_lowest_column():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("m", "width"), CASES)
 def test_the_kernels_equal_the_references(m, width, dtype):
-    softmax_rows = pytest.importorskip("draftsmith.kernels.softmax_rows")
+    softmax_rows = pytest.importorskip("draftsmith.kernels.vocabulary.softmax_rows")
     logits, correction, teacher, labels, *weights = (t.to(DEVICE) for t in _case(m, width, torch.float32))
     logits, correction, teacher = (t.to(dtype) for t in (logits, correction, teacher))
     for other in (None, correction):
@@ -108,7 +108,7 @@ def test_the_kernels_equal_the_references(m, width, dtype):
 
 
 def test_ties_go_to_the_lowest_column_across_the_kernels_blocks():
-    softmax_rows = pytest.importorskip("draftsmith.kernels.softmax_rows")
+    softmax_rows = pytest.importorskip("draftsmith.kernels.vocabulary.softmax_rows")
     tied = torch.zeros(2, 5000, device=DEVICE)
     tied[1, [4500, 4098]] = 1.0
     assert softmax_rows.statistics(tied, None, torch.tensor([0, 1], device=DEVICE))[2].tolist() == [0, 4098]

@@ -1,0 +1,238 @@
+"""Training attention: slots of anchored blocks over one run of context tokens and one run of their own block's slots.
+
+Flash attention for that shape of mask. A program takes the query heads of one key head together, so that its tile of
+rows spans few blocks: their contexts nearly coincide, and their own keys are one small tile. Tiles of keys that every
+row of the tile sees whole are multiplied without a mask.
+
+The reference is `drafts.attention.DenseBlockAttention`; `blocks.anchored` makes the runs and picks.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from draftsmith.kernels.attention.anchored_backward import key_gradient_kernel, query_gradient_kernel
+from draftsmith.kernels.attention.anchored_forward import forward_kernel
+from draftsmith.kernels.attention.block_rows import rows_of_a_block
+from draftsmith.kernels.attention.exponents import LOG2_E
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What the slots see, int32: context_first, context_end, own_first, own_end [R, T], first key and end of each run,
+    own keys counted as slots; by_key [R, ceil(S / keys), 4], for every tile of `keys` context tokens: the first slot
+    and the end of those that see any of it, and of those that see all of it. Slots of one block see the same context,
+    or (sliding) nearly; blocks are in the order of their anchors."""
+
+    context_first: Tensor
+    context_end: Tensor
+    own_first: Tensor
+    own_end: Tensor
+    by_key: Tensor
+    block_size: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Rows (slots times query heads of a key head) and keys of a tile, warps and stages, of the three kernels."""
+
+    rows: int = 64
+    keys: int = 64
+    warps: int = 4
+    stages: int = 3
+    dq_rows: int = 64
+    dq_keys: int = 64
+    dq_warps: int = 4
+    dq_stages: int = 3
+    dkv_rows: int = 64
+    dkv_keys: int = 64
+    dkv_warps: int = 4
+    dkv_stages: int = 2
+
+
+def tiling(head_dim: int, element_size: int, block_rows: int) -> Tiling:
+    """The tiles for heads of this size, of elements of so many bytes, and blocks of so many rows
+    (`rows_of_a_block`)."""
+    if element_size == 4:  # what fits into shared memory
+        return Tiling(keys=32, stages=1, dq_keys=32, dq_stages=1, dkv_rows=16, dkv_warps=8, dkv_stages=1, warps=8)
+    # Two programs a multiprocessor, each of four warps, hide more of each other's waits than one of eight.
+    tiles = Tiling(dkv_rows=128 if head_dim <= 64 else 64)
+    return tiles if block_rows <= tiles.rows else replace(tiles, rows=128, warps=8, dq_rows=128, dq_warps=8)
+
+
+def _shape(q: Tensor, kv_heads: int, rows: int, block_size: int) -> dict[str, int]:
+    """The compile-time sizes that the kernels over rows share."""
+    group = q.shape[1] // kv_heads
+    padded = triton.next_power_of_2(group)
+    rows = max(rows, rows_of_a_block(group, block_size), 16 * padded)
+    own = rows // padded
+    return {
+        "STEP": own // block_size * block_size,
+        "GROUP": group,
+        "PADDED": padded,
+        "ROWS": rows,
+        "OWN": own,
+        "DIM": q.shape[-1],
+    }
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def _like(rows: int, heads: int, tokens: int, like: Tensor) -> Tensor:
+    """[rows, heads, tokens, d], laid out so that the heads of a token are side by side."""
+    return like.new_empty(rows, tokens, heads, like.shape[-1]).transpose(1, 2)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, copied where a descriptor cannot describe it: channels must be side by side, and all other steps
+    multiples of 16 bytes."""
+    steps = [step * tensor.element_size() for step in _steps(tensor)[:-1]]
+    described = tensor.stride(-1) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+    return tensor if described and tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _steps(tensor: Tensor) -> list[int]:
+    """Strides, with a possible one where it does not matter."""
+    dim = tensor.shape[-1]
+    return [step if size > 1 else dim for step, size in zip(tensor.stride()[:-1], tensor.shape, strict=False)] + [1]
+
+
+def _keys_descriptor(tensor: Tensor, keys: int) -> TensorDescriptor:
+    """Of [R, kv_heads, tokens, d], by so many keys."""
+    return TensorDescriptor(tensor, list(tensor.shape), _steps(tensor), [1, 1, keys, tensor.shape[-1]])
+
+
+def _rows_descriptor(tensor: Tensor, kv_heads: int, rows: int, padded: int) -> TensorDescriptor:
+    """Of [R, heads, T, d] as [R, kv_heads, T, group, d], by so many rows."""
+    count, heads, slots, dim = tensor.shape
+    row, head, slot, _ = _steps(tensor)
+    group = heads // kv_heads
+    return TensorDescriptor(
+        tensor,
+        [count, kv_heads, slots, group, dim],
+        [row, head * group, slot, head, 1],
+        [1, 1, rows // padded, padded, dim],
+    )
+
+
+def attend(
+    q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, runs: Runs, scale: float, tiles: Tiling
+) -> tuple[Tensor, Tensor]:
+    """(mixed [R, heads, T, d], log2 of the softmax's denominator); see `anchored_attention`."""
+    rows, heads, slots, _ = q.shape
+    kv_heads, context = ck.shape[1:3]
+    shape = _shape(q, kv_heads, tiles.rows, runs.block_size)
+    out = _like(rows, heads, slots, q)
+    lse = torch.empty(rows, kv_heads, slots, heads // kv_heads, dtype=torch.float32, device=q.device)
+    grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
+    forward_kernel[grid](
+        _rows_descriptor(q, kv_heads, shape["ROWS"], shape["PADDED"]),
+        *(_keys_descriptor(tensor, tiles.keys) for tensor in (ck, cv)),
+        *(_keys_descriptor(tensor, shape["OWN"]) for tensor in (bk, bv)),
+        out, lse, runs.context_first, runs.context_end, runs.own_first, runs.own_end, *_strides(out),
+        slots, context, kv_heads, scale * LOG2_E,
+        **shape, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def attend_backward(
+    grad: Tensor,
+    lse_grad: Tensor | None,
+    q: Tensor,
+    ck: Tensor,
+    cv: Tensor,
+    bk: Tensor,
+    bv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    runs: Runs,
+    scale: float,
+    tiles: Tiling,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the five inputs, laid out as they are; lse_grad: that of `lse`."""
+    rows, _, slots, _ = q.shape
+    kv_heads, context = ck.shape[1:3]
+    grad = _dense(grad)
+    dq, dck, dcv, dbk, dbv = (torch.empty_like(tensor) for tensor in (q, ck, cv, bk, bv))
+    delta = torch.empty_like(lse)
+    shape = _shape(q, kv_heads, tiles.dq_rows, runs.block_size)
+    padded = shape["PADDED"]
+    grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
+    query_gradient_kernel[grid](
+        *(_rows_descriptor(tensor, kv_heads, shape["ROWS"], padded) for tensor in (q, grad)),
+        *(_keys_descriptor(tensor, tiles.dq_keys) for tensor in (ck, cv)),
+        *(_keys_descriptor(tensor, shape["OWN"]) for tensor in (bk, bv)),
+        out, lse, lse if lse_grad is None else lse_grad.contiguous(), delta, dq, dbk, dbv,
+        runs.context_first, runs.context_end, runs.own_first, runs.own_end,
+        *_strides(out), *_strides(dq), *_strides(dbk), *_strides(dbv),
+        slots, context, kv_heads, scale * LOG2_E, scale, HAS_LSE_GRAD=lse_grad is not None,
+        **shape, KEYS=tiles.dq_keys, num_warps=tiles.dq_warps, num_stages=tiles.dq_stages,
+    )  # fmt: skip
+    tile = max(tiles.dkv_rows, 16, padded)
+    grid = (triton.cdiv(context, runs.keys), kv_heads, rows)
+    key_gradient_kernel[grid](
+        *(_rows_descriptor(tensor, kv_heads, tile, padded) for tensor in (q, grad)),
+        *(_keys_descriptor(tensor, runs.keys) for tensor in (ck, cv)),
+        lse, delta, dck, dcv, runs.context_first, runs.context_end, runs.by_key, *_strides(dck), *_strides(dcv),
+        slots, context, kv_heads, scale * LOG2_E, scale,
+        GROUP=shape["GROUP"], PADDED=padded, ROWS=tile, KEYS=runs.keys, DIM=q.shape[-1],
+        num_warps=tiles.dkv_warps, num_stages=tiles.dkv_stages,
+    )  # fmt: skip
+    return dq, dck, dcv, dbk, dbv
+
+
+class _AnchoredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        ck: Tensor,
+        cv: Tensor,
+        bk: Tensor,
+        bv: Tensor,
+        runs: Runs,
+        scale: float,
+        tiles: Tiling,
+    ) -> tuple[Tensor, Tensor]:
+        q, ck, cv, bk, bv = (_dense(tensor) for tensor in (q, ck, cv, bk, bv))
+        out, lse = attend(q, ck, cv, bk, bv, runs, scale, tiles)
+        ctx.save_for_backward(q, ck, cv, bk, bv, out, lse)
+        ctx.settings = (runs, scale, tiles)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        grad, lse_grad = gradients
+        q, ck, cv, bk, bv, out, lse = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(out)
+        return *attend_backward(grad, lse_grad, q, ck, cv, bk, bv, out, lse, *ctx.settings), None, None, None
+
+
+def anchored_attention(
+    q: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    block_k: Tensor,
+    block_v: Tensor,
+    runs: Runs,
+    *,
+    scale: float,
+    tiles: Tiling,
+) -> tuple[Tensor, Tensor]:
+    """(mixed [R, heads, T, d], log2 of the softmax's denominator [R, kv_heads, T, heads a key head] float32),
+    differentiable both.
+
+    q [R, heads, T, d]; context_k/v [R, kv_heads, S, d]; block_k/v [R, kv_heads, T, d], d a power of two of at least 16;
+    scale > 0; runs: who sees what, for tiles of `tiles.dkv_keys` keys.
+    """
+    return _AnchoredAttention.apply(q, context_k, context_v, block_k, block_v, runs, scale, tiles)

@@ -1,0 +1,110 @@
+"""The most likely token of each state, straight from the output head: no logits are written."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftsmith.kernels.device import overlapping, shared_memory
+from draftsmith.kernels.vocabulary.few_states import head_tile_in_kernel
+
+
+def vocabulary_argmax_reference(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch for `vocabulary_argmax`."""
+    logits = torch.nn.functional.linear(hidden, weight)
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits.argmax(-1), logits.amax(-1).isfinite()
+
+
+@triton.jit
+def _tile_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, best_ptr, index_ptr, num_rows, num_tiles, x_stride, weight_stride, softcap,
+    vocabulary, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, HAS_CAP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    tokens = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    token_ok = tokens < vocabulary
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = rows < num_rows
+    acc = head_tile_in_kernel(
+        x_ptr, weight_ptr, rows.to(tl.int64), row_ok, tokens, vocabulary, inner, x_stride, weight_stride,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN, OVERLAP,
+    )  # fmt: skip
+    # Rounded wherever `TargetEnds.project` rounds, so that both have the same ties.
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    logits = acc.to(dtype).to(tl.float32)
+    if HAS_CAP:
+        scaled = (logits / softcap).to(dtype).to(tl.float32)
+        # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        curved = (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0)).to(dtype).to(tl.float32)
+        logits = (curved * softcap).to(dtype).to(tl.float32)
+    # A NaN becomes infinite: it wins, and shows as not finite.
+    logits = tl.where(logits == logits, logits, float("inf"))
+    logits = tl.where(token_ok[:, None], logits, float("-inf"))
+    best = tl.max(logits, 0)
+    index = tl.min(tl.where((logits == best[None, :]) & token_ok[:, None], tokens[:, None], vocabulary), 0)
+    tl.store(best_ptr + rows.to(tl.int64) * num_tiles + tile, best, mask=row_ok)
+    tl.store(index_ptr + rows.to(tl.int64) * num_tiles + tile, index, mask=row_ok)
+
+
+@triton.jit
+def _choose_kernel(best_ptr, index_ptr, id_ptr, finite_ptr, num_tiles, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.arange(0, BLOCK)
+    inside = tiles < num_tiles
+    values = tl.load(best_ptr + row * num_tiles + tiles, mask=inside, other=float("-inf"))
+    indices = tl.load(index_ptr + row * num_tiles + tiles, mask=inside, other=2147483647)
+    best = tl.max(values, 0)
+    tl.store(id_ptr + row, tl.min(tl.where(values == best, indices, 2147483647), 0).to(tl.int64))
+    tl.store(finite_ptr + row, (best < float("inf")) & (best > float("-inf")))
+
+
+def vocabulary_argmax(
+    hidden: Tensor,
+    weight: Tensor,
+    softcap: float | None = None,
+    *,
+    block_n: int | None = None,
+    block_k: int | None = None,
+    block_m: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Argmax over the vocabulary of softcap(hidden W^T), ties to the lowest id.
+
+    hidden [..., K] in bf16, fp16 or fp32; weight [V, K] of the same dtype, rows contiguous; softcap c: logits are
+    c * tanh(logits / c). The remaining options are tile sizes, chosen by the number of rows where not given. Returns
+    (ids [...] int64, finite [...] bool: False where a logit is NaN or plus infinity, or all are minus infinity).
+    Logits are rounded to the dtype before they are compared, as they would be if they were written. Raises
+    `ValueError` for shapes or dtypes that do not fit.
+    """
+    vocabulary, inner = weight.shape
+    if hidden.shape[-1] != inner or hidden.dtype != weight.dtype or weight.stride(1) != 1:
+        raise ValueError(f"states {tuple(hidden.shape)} {hidden.dtype}, head {tuple(weight.shape)} {weight.dtype}")
+    x = hidden.reshape(-1, inner).contiguous()
+    rows = x.shape[0]
+    many = rows > 256 and shared_memory(x.device) >= 3 * 64 * (256 + 128) * x.element_size()  # of a pipeline of 3 tiles
+    most = 32 if x.dtype == torch.float32 else 256 if many else 128
+    block_m = block_m or max(16, min(most, triton.next_power_of_2(rows)))
+    block_n = block_n or (64 if block_m <= 32 else 128)
+    block_k = block_k or (128 if block_m <= 32 and x.dtype != torch.float32 and inner % 128 == 0 else 64)
+    tiles = triton.cdiv(vocabulary, block_n)
+    best = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
+    index = torch.empty(rows, tiles, dtype=torch.int32, device=x.device)
+    ids = torch.empty(rows, dtype=torch.int64, device=x.device)
+    finite = torch.empty(rows, dtype=torch.bool, device=x.device)
+    _tile_kernel[(triton.cdiv(rows, block_m), tiles)](
+        x, weight, best, index, rows, tiles, inner, weight.stride(0), softcap or 1.0,
+        vocabulary, inner, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inner % block_k == 0,
+        HAS_CAP=softcap is not None, num_warps=warps or (8 if block_m >= 128 else 4), num_stages=stages or 3,
+        **overlapping(x.device),
+    )  # fmt: skip
+    _choose_kernel[(rows,)](
+        best, index, ids, finite, tiles, BLOCK=triton.next_power_of_2(tiles), num_warps=4, **overlapping(x.device)
+    )
+    return ids.view(hidden.shape[:-1]), finite.view(hidden.shape[:-1])
