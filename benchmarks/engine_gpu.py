@@ -114,10 +114,10 @@ def loaded(engine: Engine, batch: int, context: int) -> SlotPool:
     assert pool is not None
     pool.prefilling.clear()
     engine._groups.clear()
-    for tensor in (*pool.target_cache.keys, *pool.target_cache.values):
+    for tensor in pool.target_cache.tensors:
         tensor.normal_()
     if pool.context is not None:
-        pool.context.storage.normal_()
+        pool.context.joint.normal_()
     pool.state.tokens.random_(engine.target.vocab_size - 1)
     pool.state.finished.fill_(False)
     return pool
@@ -125,9 +125,9 @@ def loaded(engine: Engine, batch: int, context: int) -> SlotPool:
 
 def pool_bytes(pool: SlotPool) -> int:
     """Of the caches of a pool."""
-    caches = [*pool.target_cache.keys, *pool.target_cache.values]
+    caches = [*pool.target_cache.tensors]
     if pool.context is not None:
-        caches.append(pool.context.storage)
+        caches.append(pool.context.joint)
     return sum(tensor.numel() * tensor.element_size() for tensor in caches)
 
 

@@ -73,7 +73,7 @@ def captured_step(target: Target, batch: int, context: int, width: int) -> tuple
     """A graph of one step: w tokens of every row at the end of its context, and the most likely next ones. The second
     result owns the tensors that the graph reads, and must live as long as it."""
     cache = target.new_cache(batch, -(-(context + width) // 512) * 512)
-    for stored in (*cache.keys, *cache.values):
+    for stored in cache.tensors:
         stored.normal_()
     ids = torch.randint(0, target.vocab_size, (batch, width), device="cuda")
     positions = (torch.arange(width, device="cuda") + context - width).repeat(batch, 1)

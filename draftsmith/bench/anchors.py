@@ -60,11 +60,11 @@ def proposals_at(target: Target, draft: Draft, token_ids: Sequence[int], anchors
     context = _context(target, draft, token_ids)
     blocks = DenseBlocks(draft)
     ids = torch.tensor(list(token_ids), device=target.device)
-    extent = context.storage.shape[-2]
+    extent = context.cache.length
     parts: list[Proposed] = []
     for begin in range(0, len(anchors), ROWS):
         at = torch.tensor(list(anchors[begin : begin + ROWS]), device=target.device)
-        rows = replace(context, storage=context.storage.expand(-1, -1, len(at), -1, -1, -1))
+        rows = replace(context, cache=context.cache.repeated(len(at)))
         hidden = blocks.block(anchor_block_inputs(ids[at], draft.config, target.ends), at, rows, extent)  # [n, B, H]
         sampler = GreedySampler()
         proposed = proposer.propose(hidden, ids[at], sampler)

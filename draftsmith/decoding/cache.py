@@ -1,6 +1,6 @@
 """The draft's context during decoding: keys and values of verified tokens, and who sees them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,27 +10,39 @@ from torch import Tensor
 from draftsmith.drafts.attention import AttentionKind, DenseBlockAttention
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.fused import FusedDraft
+from draftsmith.targets.cache import KeysValues, KeysValuesShape, Room, StaticCache
 
 
 @dataclass(frozen=True)
 class ContextCache:
-    """Static keys and values of every draft layer: storage [layers, 2, slots, kv_heads, max_length, d].
+    """A draft's context: a static cache of its layers, whose entries lie at their positions.
 
-    An entry is placed by its position, and counts for a block when its position is below the block's anchor. What a
-    rejected proposal left behind lies at or past the next anchor, and is overwritten before the anchor passes it.
-    rope_table: what `FusedDraft` reads of each position, where it is used.
+    An entry counts for a block when its position is below the block's anchor. What a rejected proposal left behind lies
+    at or past the next anchor, and is overwritten before the anchor passes it. rope_table: what `FusedDraft` reads of
+    each position, where it is used.
     """
 
-    storage: Tensor
+    cache: StaticCache
     rope_table: Tensor | None
+
+    @property
+    def joint(self) -> Tensor:
+        """All of it: [layers, 2, slots, kv_heads, length, d]."""
+        assert self.cache.joint is not None  # a draft's layers are of one shape
+        return self.cache.joint
 
     def rows(self, begin: int, end: int) -> "ContextCache":
         """The same storage, seen for these slots only."""
-        return ContextCache(self.storage[:, :, begin:end], self.rope_table)
+        return ContextCache(self.cache.rows(begin, end), self.rope_table)
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """As `StaticCache.erase`."""
+        self.cache.erase(slots)
 
     def view(self, extent: int) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values of the first `extent` positions."""
-        return [(layer[0, :, :, :extent], layer[1, :, :, :extent]) for layer in self.storage]
+        layers = [layer.tensors for layer in self.cache.view(extent).layers]
+        return [(keys, values) for keys, values in layers]
 
 
 class BlockRunner(Protocol):
@@ -57,15 +69,14 @@ class DenseBlocks:
         self.draft = draft
 
     def new_cache(self, slots: int, max_length: int) -> ContextCache:
-        return ContextCache(_storage(self.draft, slots, max_length), None)
+        return ContextCache(_cache(self.draft, slots, max_length), None)
 
     def append(self, taps: Tensor, start: Tensor, cache: ContextCache) -> None:
         positions = start[:, None] + torch.arange(taps.shape[1], device=start.device)
         fresh = self.draft.context_keys_values(taps, positions)
-        for cached, made in zip(cache.storage, fresh, strict=True):
-            for stored, states in zip(cached, made, strict=True):
-                index = positions[:, None, :, None].expand_as(states)  # [batch, kv_heads, w, d]
-                stored.scatter_(2, index, states.to(stored.dtype))
+        for layer, (keys, values) in zip(cache.cache.layers, fresh, strict=True):
+            assert isinstance(layer, KeysValues)
+            layer.write(positions, keys.to(layer.keys.dtype), values.to(layer.values.dtype))
 
     def block(self, embeddings: Tensor, anchors: Tensor, cache: ContextCache, extent: int) -> Tensor:
         width = embeddings.shape[1]
@@ -81,21 +92,21 @@ class FusedBlocks:
         self.fused = FusedDraft(draft)
 
     def new_cache(self, slots: int, max_length: int) -> ContextCache:
-        return ContextCache(_storage(self.fused.draft, slots, max_length), self.fused.rope_table(max_length))
+        return ContextCache(_cache(self.fused.draft, slots, max_length), self.fused.rope_table(max_length))
 
     def append(self, taps: Tensor, start: Tensor, cache: ContextCache) -> None:
         assert cache.rope_table is not None
-        self.fused.append(taps, start, cache.storage, cache.rope_table)
+        self.fused.append(taps, start, cache.joint, cache.rope_table)
 
     def block(self, embeddings: Tensor, anchors: Tensor, cache: ContextCache, extent: int) -> Tensor:
         assert cache.rope_table is not None
-        return self.fused.block(embeddings, anchors, cache.storage, cache.rope_table)
+        return self.fused.block(embeddings, anchors, cache.joint, cache.rope_table)
 
 
-def _storage(draft: Draft, slots: int, max_length: int) -> Tensor:
+def _cache(draft: Draft, slots: int, length: int) -> StaticCache:
     config = draft.config
-    shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, max_length, config.head_dim)
-    return torch.zeros(shape, dtype=draft.dtype, device=draft.device)
+    shape = KeysValuesShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+    return StaticCache.allocate([shape] * config.num_hidden_layers, Room(slots, length, 1, draft.dtype, draft.device))
 
 
 def block_masks(

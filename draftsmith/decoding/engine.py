@@ -208,7 +208,7 @@ class Engine:
         drafting = stepper.drafting
         return SlotPool(
             DecodingState.empty(slots, max_length, stepper.width, stops, self.target.device),
-            self.target.new_cache(slots, reserved),
+            self.target.new_cache(slots, reserved, stepper.width),
             None if drafting is None else drafting.blocks.new_cache(slots, reserved),
             max_length,
             reserved,

@@ -7,7 +7,7 @@ import torch
 from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.cache import ContextCache
 from draftsmith.decoding.state import DecodingState, to_device
-from draftsmith.targets.cache import KeyValueCache
+from draftsmith.targets.cache import TargetCache
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Slots:
     """Some neighbouring slots: their state and caches, views of a pool's storage."""
 
     state: DecodingState
-    target_cache: KeyValueCache
+    target_cache: TargetCache
     context: ContextCache | None
 
 
@@ -27,7 +27,7 @@ class SlotPool:
     may hold numbers that are not finite, which zero weights would not silence; they are zeroed for the next row."""
 
     state: DecodingState
-    target_cache: KeyValueCache
+    target_cache: TargetCache
     context: ContextCache | None
     max_length: int
     reserved: int
@@ -62,10 +62,9 @@ class SlotPool:
         """Slots begin .. end - 1. The views of steps, which begin at 0, are made once: they are many small objects."""
         if begin == 0 and (begin, end) in self._views:
             return self._views[begin, end]
-        cache = self.target_cache
         slots = Slots(
             self.state.rows(begin, end),
-            KeyValueCache([keys[begin:end] for keys in cache.keys], [values[begin:end] for values in cache.values]),
+            self.target_cache.rows(begin, end),
             None if self.context is None else self.context.rows(begin, end),
         )
         if begin == 0:
@@ -77,8 +76,13 @@ class SlotPool:
         for slot, answer in enumerate(answers, begin):
             self.occupants[slot] = answer
             self.prefilling.add(slot)
-            if slot in self.unclean:
-                self._erase(slot)
+        # Not before: until a row is placed, steps compute the slot along, and may leave there again what its last row's
+        # tokens gave.
+        unclean = sorted(self.unclean.intersection(range(begin, begin + len(answers))))
+        self.target_cache.erase(unclean)
+        if self.context is not None:
+            self.context.erase(unclean)
+        self.unclean.difference_update(unclean)
         self.state.place(begin, answers)
 
     def release(self, slots: list[int]) -> None:
@@ -92,12 +96,3 @@ class SlotPool:
         for slot in slots:
             self.occupants[slot] = None
             self.prefilling.discard(slot)
-
-    def _erase(self, slot: int) -> None:
-        """Zeroes a slot's caches. Not before a row is placed: until then steps compute the slot along, and may leave
-        there again what its last row's tokens gave."""
-        self.unclean.remove(slot)
-        for tensor in (*self.target_cache.keys, *self.target_cache.values):
-            tensor[slot].zero_()
-        if self.context is not None:
-            self.context.storage[:, :, slot].zero_()

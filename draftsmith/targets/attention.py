@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.cache import KeyValueCache
+from draftsmith.targets.cache import KeysValues, TargetCache
 
 IMPLEMENTATION = "draftsmith"
 
@@ -30,19 +30,19 @@ class CachedAttention:
     The visibility of a window is the same for every layer that has it, so each is built once a forward.
     """
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+    def __init__(self, cache: TargetCache, positions: Tensor) -> None:
         self.cache = cache
         self.positions = positions
         self.layers_run = 0
         self._visible: dict[tuple[int | None, int], Tensor] = {}
 
     def visible(self, window: int | None, groups: int) -> Tensor:
-        """[batch, 1, groups * w, max_length] bool, True where a query may look; `groups` repeats the w queries."""
+        """[batch, 1, groups * w, length] bool, True where a query may look; `groups` repeats the w queries."""
         key = (window, groups)
         if key not in self._visible:
-            entry = torch.arange(self.cache.max_length, device=self.positions.device)
+            entry = torch.arange(self.cache.length, device=self.positions.device)
             query = self.positions[:, None, :, None]  # [batch, 1, w, 1]
-            seen = entry <= query  # [batch, 1, w, max_length]
+            seen = entry <= query  # [batch, 1, w, length]
             if window is not None:
                 seen = seen & (entry > query - window)
             self._visible[key] = seen.repeat(1, 1, groups, 1)
@@ -60,25 +60,36 @@ class CachedAttention:
         softcap: float | None,
     ) -> Tensor:
         """New tokens' query [batch, heads, w, d], key and value [batch, kv_heads, w, d] -> [batch, heads, w, d]."""
-        keys, values = self.cache.write(layer, self.positions, key, value)
+        stored = self.keys_values(layer)
+        stored.write(self.positions, key, value)
         self.layers_run += 1
-        return self.over_cache(query, keys, values, scale=scale, window=window, softcap=softcap)
+        return self.over_cache(query, stored, scale=scale, window=window, softcap=softcap)
+
+    def keys_values(self, layer: int) -> KeysValues:
+        """What an attention layer keeps. Raises `DraftsmithError` for a layer of another kind."""
+        kept = self.cache.layers[layer]
+        if not isinstance(kept, KeysValues):
+            raise DraftsmithError(
+                f"layer {layer} attends to earlier tokens, but the cache keeps a {type(kept).__name__} for it: the "
+                "configuration gives this layer another kind than the model"
+            )
+        return kept
 
     def over_cache(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        stored: KeysValues,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention of query [batch, heads, w, d] over a layer's whole keys and values, its own among them.
+        """Attention of query [batch, heads, w, d] over all that a layer keeps, its own keys and values among it.
 
         On a CUDA device by `kernels.attention.block_attention`, which reads only what is visible; on others by
         PyTorch's attention under a mask.
         """
+        keys, values = stored.keys, stored.values
         if query.is_cuda:
             from draftsmith.kernels.attention.block_attention import (
                 block_attention,  # needs Triton, which a CPU may lack

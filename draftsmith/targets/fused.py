@@ -19,7 +19,7 @@ from draftsmith.kernels.layers import gated_activation as gate
 from draftsmith.kernels.layers import rms_norm as norm
 from draftsmith.kernels.layers.skinny_linear import linear_or_addends
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
-from draftsmith.targets.cache import KeyValueCache
+from draftsmith.targets.cache import TargetCache
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.joining import STYLES, GatedMLP, Layer, Linear, fusing_fault, join_layer, norm_epsilon
 from draftsmith.targets.taps import tap_layers
@@ -82,16 +82,16 @@ class FusedDecoder:
         return len(self.tables[0][0])
 
     def forward(
-        self, embedded: Tensor, positions: Tensor, cache: KeyValueCache, tap_ids: Sequence[int]
+        self, embedded: Tensor, positions: Tensor, cache: TargetCache, tap_ids: Sequence[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Embedded tokens [B, w, H] at positions [B, w] int64 -> the state after the final norm [B, w, H], and the
         outputs of the tapped layers [B, w, H] by tap id.
 
         Raises `DraftsmithError` for a cache with more positions than the angle tables have, or of another shape.
         """
-        if cache.max_length > self.max_positions:
+        if cache.length > self.max_positions:
             raise DraftsmithError(
-                f"a cache of {cache.max_length} positions; the target's rope is known for {self.max_positions}"
+                f"a cache of {cache.length} positions; the target's rope is known for {self.max_positions}"
             )
         attention = CachedAttention(cache, positions)
         taps: dict[int, Tensor] = {}
@@ -107,7 +107,7 @@ class FusedDecoder:
             taps[len(self.layers) - 1] = stream
         return final, taps
 
-    def one_layer(self, index: int, inputs: Tensor, positions: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
+    def one_layer(self, index: int, inputs: Tensor, positions: Tensor, cache: TargetCache) -> tuple[Tensor, Tensor]:
         """A layer's outputs [B, w, H] from its inputs, and the same after the model's final norm."""
         states, stream = self._norm(_Sum(inputs), None, self.layers[index].input_norm)
         coming, stream = self._sublayers(index, states, stream, CachedAttention(cache, positions))
@@ -129,16 +129,14 @@ class FusedDecoder:
 
     def _attend(self, index: int, states: Tensor, attention: CachedAttention) -> _Sum:
         layer, facts = self.layers[index], self.facts[index]
-        keys, values = attention.cache.keys[index], attention.cache.values[index]
+        stored = attention.keys_values(index)
         qkv, _ = self._product(states, layer.attention.qkv)
         query = self._rope_cache(
-            qkv, *self.tables[index], attention.positions, keys, values,
+            qkv, *self.tables[index], attention.positions, stored.keys, stored.values,
             heads=layer.attention.heads, q_weight=layer.attention.q_norm, k_weight=layer.attention.k_norm,
             eps=self.epsilon, unit_offset=self.unit_offset,
         )  # fmt: skip
-        attended = attention.over_cache(
-            query, keys, values, scale=facts.scale, window=facts.window, softcap=facts.softcap
-        )
+        attended = attention.over_cache(query, stored, scale=facts.scale, window=facts.window, softcap=facts.softcap)
         value, partial = self._product(attended.transpose(1, 2).flatten(2), layer.attention.out)
         return _Sum(value, partial, layer.attention_post_norm)
 
@@ -155,7 +153,7 @@ class FusedDecoder:
         return linear_or_addends(x, linear.weight, linear.bias, addends=self.kernels)
 
 
-def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: KeyValueCache) -> FusedDecoder:
+def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: TargetCache) -> FusedDecoder:
     """A `FusedDecoder` for a Hugging Face decoder, whose weights are joined in place.
 
     config: its text configuration; embed: token ids to what the first layer reads; cache: an empty one for one row of
@@ -171,8 +169,8 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ke
     style = STYLES[type(decoder.layers[0]).__name__]
     ropes = _layer_ropes(decoder, config, style.rope_by_layer_type)
     epsilon = norm_epsilon(decoder)
-    ids = torch.arange(1, 1 + cache.max_length, device=cache.keys[0].device)[None] % config.vocab_size
-    positions = torch.arange(cache.max_length, device=ids.device)[None]
+    ids = torch.arange(1, 1 + cache.length, device=decoder.norm.weight.device)[None] % config.vocab_size
+    positions = torch.arange(cache.length, device=ids.device)[None]
     recorder = _Recorder(cache, positions)
     experts = capturable_experts(decoder.config, ids.device, decoder.norm.weight.dtype)
     every_layer = range(len(decoder.layers))
@@ -207,7 +205,7 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ke
 class _Recorder(CachedAttention):
     """Attends as its base does, and notes what each layer asked for."""
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+    def __init__(self, cache: TargetCache, positions: Tensor) -> None:
         super().__init__(cache, positions)
         self.facts: dict[int, LayerFacts] = {}
 

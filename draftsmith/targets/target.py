@@ -17,9 +17,10 @@ from draftsmith.base.switch import SWITCH_NAMES
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.device import need_triton
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
-from draftsmith.targets.cache import KeyValueCache
+from draftsmith.targets.cache import Room, StaticCache, TargetCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
+from draftsmith.targets.layers import layer_shapes
 from draftsmith.targets.location import Location, locate, read_config
 from draftsmith.targets.probe import check_ends
 from draftsmith.targets.rope import tell_window, text_window
@@ -32,9 +33,6 @@ _log = logging.getLogger(__name__)
 
 # Tokens of the comparison of the fused decoder with the model's own code.
 _FUSE_PROBE = 6
-
-# Layers whose attention over a cache is known; recurrent and chunked ones keep other state.
-_CACHED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -202,28 +200,14 @@ class Target:
         """Of the output head."""
         return self.ends.head_weight.dtype
 
-    def new_cache(self, batch: int, max_length: int) -> KeyValueCache:
-        """An empty cache for `batch` rows of up to `max_length` tokens, for `forward`.
+    def new_cache(self, slots: int, length: int, width: int = 1) -> StaticCache:
+        """An empty cache for `slots` texts of up to `length` tokens, for `forward`; width: most tokens of a tentative
+        pass.
 
-        Raises `DraftsmithError` for a target with layers other than full and sliding-window attention.
+        Raises `DraftsmithError` for a target with layers of a kind that is not in `targets.layers`.
         """
-        config = self.text_config
-        unknown = set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS
-        if unknown:
-            raise DraftsmithError(
-                f"target {self.source} has layers of kind {', '.join(sorted(unknown))}; draftsmith decodes targets "
-                f"with {' and '.join(sorted(_CACHED_LAYERS))} only"
-            )
-        heads = config.num_attention_heads
-        return KeyValueCache.allocate(
-            self.num_layers,
-            batch,
-            getattr(config, "num_key_value_heads", None) or heads,
-            max_length,
-            getattr(config, "head_dim", None) or self.hidden_size // heads,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        shapes = layer_shapes(self.text_config, self.num_layers, self.source)
+        return StaticCache.allocate(shapes, Room(slots, length, width, self.dtype, self.device))
 
     @torch.no_grad()
     def forward(
@@ -233,7 +217,7 @@ class Target:
         *,
         tap_ids: Sequence[int] = (),
         final_state: bool = True,
-        cache: KeyValueCache | None = None,
+        cache: TargetCache | None = None,
     ) -> TargetStates:
         """Run the target on input_ids [B, w] int64 at positions [B, w] int64.
 
@@ -258,7 +242,7 @@ class Target:
         taps = torch.cat([outputs[i] for i in tap_ids], dim=-1) if tap_ids else None
         return TargetStates(taps, last_hidden if final_state else None)
 
-    def _run_decoder(self, input_ids: Tensor, positions: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def _run_decoder(self, input_ids: Tensor, positions: Tensor, cache: TargetCache | None) -> Tensor:
         """The state after the final norm [B, w, H]."""
         if cache is None:
             return self._decoder(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state

@@ -48,7 +48,7 @@ def test_any_chunking_gives_the_same_context(chunk: int) -> None:
             blocks.append(taps[:, begin : begin + chunk], torch.full((2,), begin), cache)
     for cached, made in zip(cache.view(20), expected, strict=True):
         torch.testing.assert_close(cached, made)
-    assert (cache.storage[..., 20:, :] == 0).all()
+    assert (cache.joint[..., 20:, :] == 0).all()
 
 
 def test_rows_write_at_their_own_positions_and_overwrite() -> None:
@@ -63,8 +63,8 @@ def test_rows_write_at_their_own_positions_and_overwrite() -> None:
         blocks.append(taps, start, cache)
         ((keys, values),) = draft.context_keys_values(taps, positions)
     for row in range(2):
-        torch.testing.assert_close(cache.storage[0, 0, row][:, positions[row]], keys[row])
-        torch.testing.assert_close(cache.storage[0, 1, row][:, positions[row]], values[row])
+        torch.testing.assert_close(cache.joint[0, 0, row][:, positions[row]], keys[row])
+        torch.testing.assert_close(cache.joint[0, 1, row][:, positions[row]], values[row])
 
 
 class OnCuda(Draft):

@@ -5,7 +5,7 @@ from draftsmith.decoding.pool import SlotPool
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.decoding.state import DecodingState
-from draftsmith.targets.cache import KeyValueCache
+from draftsmith.targets.cache import KeysValuesShape, Room, StaticCache
 
 WIDTH = 4
 
@@ -19,7 +19,7 @@ class Rows:
         )
         self.answers = [Answer(request, row, window, lambda: None, torch.float32) for row in range(len(prompts))]
         longest = max(answer.limit for answer in self.answers)
-        cache = KeyValueCache.allocate(1, len(prompts), 1, 1, 1, dtype=torch.float32, device="cpu")
+        cache = StaticCache.allocate([KeysValuesShape(1, 1, 1)], Room(len(prompts), 1, 1, torch.float32, "cpu"))
         state = DecodingState.empty(len(prompts), longest, WIDTH, 2, torch.device("cpu"))
         self.pool = SlotPool(state, cache, None, longest, longest)
         self.pool.place(0, self.answers)

@@ -202,7 +202,7 @@ def test_chunked_prefill_feeds_the_whole_prompt_to_target_and_draft(target: Targ
         assert states.taps is not None
         with torch.no_grad():
             expected = draft.context_keys_values(states.taps, positions)
-        for stored, wanted in zip(pool.context.storage, expected, strict=True):
+        for stored, wanted in zip(pool.context.joint, expected, strict=True):
             for part in range(2):  # keys, values
                 found = stored[part, slot, :, : len(prompt)]
                 torch.testing.assert_close(found, wanted[part][0], atol=1e-4, rtol=1e-4)
@@ -346,4 +346,4 @@ def test_weights_keep_no_gradient(target: Target, draft: Draft) -> None:
     engine.decode(greedy(random_prompts(), 3))
     assert engine.pool is not None
     assert engine.pool.context is not None
-    assert not engine.pool.context.storage.requires_grad
+    assert not engine.pool.context.joint.requires_grad

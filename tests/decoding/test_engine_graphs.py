@@ -53,8 +53,8 @@ class Recorded:
         pool = self.engine.pool
         assert pool is not None
         kept = [getattr(pool.state, field.name) for field in fields(pool.state)]
-        kept += [*pool.target_cache.keys, *pool.target_cache.values]
-        kept += [] if pool.context is None else [pool.context.storage]
+        kept += [*pool.target_cache.tensors]
+        kept += [] if pool.context is None else [pool.context.joint]
         before = [tensor.clone() for tensor in kept]
         with graph:
             yield

@@ -102,8 +102,8 @@ def caches_of(engine: Engine, answer: Answer) -> torch.Tensor:
     assert engine.pool.context is not None
     slot, state, cache = engine.pool.occupants.index(answer), engine.pool.state, engine.pool.target_cache
     length = int(state.length[slot]) - 1
-    parts = [t[slot, :, :length] for t in (*cache.keys, *cache.values)]
-    parts += list(engine.pool.context.storage[:, :, slot, :, :length].flatten(0, 1))
+    parts = [t[slot, :, :length] for t in cache.tensors]
+    parts += list(engine.pool.context.joint[:, :, slot, :, :length].flatten(0, 1))
     return torch.cat([part.flatten() for part in parts])
 
 

@@ -180,8 +180,8 @@ def caches_of(engine: Engine, answer: Answer) -> torch.Tensor:
     assert engine.pool.context is not None
     slot, state, cache = engine.pool.occupants.index(answer), engine.pool.state, engine.pool.target_cache
     length = int(state.length[slot]) - 1
-    parts = [t[slot, :, :length] for t in (*cache.keys, *cache.values)]
-    parts += list(engine.pool.context.storage[:, :, slot, :, :length].flatten(0, 1))
+    parts = [t[slot, :, :length] for t in cache.tensors]
+    parts += list(engine.pool.context.joint[:, :, slot, :, :length].flatten(0, 1))
     return torch.cat([part.flatten() for part in parts])
 
 
@@ -236,10 +236,10 @@ def test_fused_blocks_equal_the_drafts_own_modules(method: str, dtype: torch.dty
     with torch.no_grad():
         for blocks in (DenseBlocks(draft), FusedBlocks(draft), DenseBlocks(deepcopy(draft).float())):
             cache = blocks.new_cache(3, 100)
-            first, second, inputs = (tensor.to(cache.storage.dtype) for tensor in (taps, more, embeddings))
+            first, second, inputs = (tensor.to(cache.joint.dtype) for tensor in (taps, more, embeddings))
             blocks.append(first, torch.zeros_like(start), cache)
             blocks.append(second, start, cache)
-            kept = cache.storage.clone()
+            kept = cache.joint.clone()
             results.append((kept, blocks.block(inputs, start + 5, cache, 96)))
             changed = inputs.clone()
             changed[1, 2] += 1

@@ -40,8 +40,8 @@ def caches(engine: Engine) -> list[torch.Tensor]:
     """All that target and draft keep, what padding left in it too."""
     pool = engine.pool
     assert pool is not None
-    kept = [*pool.target_cache.keys, *pool.target_cache.values]
-    return kept if pool.context is None else [*kept, pool.context.storage]
+    kept = [*pool.target_cache.tensors]
+    return kept if pool.context is None else [*kept, pool.context.joint]
 
 
 @pytest.mark.parametrize(

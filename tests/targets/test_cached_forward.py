@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.cache import KeyValueCache
+from draftsmith.targets.cache import StaticCache
 from draftsmith.targets.target import Target
 from tests.support.tiny import KINDS, tiny_target
 
@@ -28,7 +28,7 @@ def _uncached(target: Target, row: Tensor, length: int) -> Tensor:
     return target.forward(row[None, :length], torch.arange(length)[None]).final_state[0]
 
 
-def _run_chunks(target: Target, cache: KeyValueCache, rows: Tensor, chunks: list[list[int]]) -> list[Tensor]:
+def _run_chunks(target: Target, cache: StaticCache, rows: Tensor, chunks: list[list[int]]) -> list[Tensor]:
     """Feed each row in its own chunk sizes; chunks narrower than the widest of a step are padded on the right with
     tokens at the following positions, which the row's next chunk overwrites. Returns each row's final states."""
     done = torch.zeros(len(rows), dtype=torch.int64)
@@ -82,7 +82,7 @@ def test_taps_come_out_of_a_cached_forward_too(kind):
     torch.testing.assert_close(second.taps, expected.taps[:, 20:], **CLOSE)
 
 
-def _prefilled(target: Target, rows: Tensor) -> KeyValueCache:
+def _prefilled(target: Target, rows: Tensor) -> StaticCache:
     cache = target.new_cache(rows.shape[0], 48)
     target.forward(rows[:, :16], torch.arange(16).expand(rows.shape[0], -1), cache=cache)
     return cache
@@ -94,17 +94,17 @@ def test_entries_to_the_right_do_not_matter_and_entries_to_the_left_do(kind):
     rows = _rows()
     positions = torch.arange(16, 20).expand(3, -1)
 
-    def verify(cache: KeyValueCache) -> Tensor:
+    def verify(cache: StaticCache) -> Tensor:
         return target.forward(rows[:, 16:20], positions, cache=cache).final_state
 
     expected = verify(_prefilled(target, rows))
     stale = _prefilled(target, rows)
-    for stored in (*stale.keys, *stale.values):
+    for stored in stale.tensors:
         stored[:, :, 16:] = 1e6
     torch.testing.assert_close(verify(stale), expected, rtol=0, atol=0)
 
     changed = _prefilled(target, rows)
-    changed.values[0][1, :, 15] += 1.0  # inside every window
+    changed.layers[0].values[1, :, 15] += 1.0  # inside every window
     result = verify(changed)
     assert not torch.allclose(result[1], expected[1], atol=1e-3)
     torch.testing.assert_close(result[[0, 2]], expected[[0, 2]], rtol=0, atol=0)
@@ -116,7 +116,7 @@ def test_entries_before_the_window_do_not_matter():
     positions = torch.arange(16, 20).expand(3, -1)
     expected = target.forward(rows[:, 16:20], positions, cache=_prefilled(target, rows)).final_state
     changed = _prefilled(target, rows)
-    changed.values[0][:, :, 9] += 1.0  # position 16 sees 9 .. 16, position 17 no longer sees 9
+    changed.layers[0].values[:, :, 9] += 1.0  # position 16 sees 9 .. 16, position 17 no longer sees 9
     result = target.forward(rows[:, 16:20], positions, cache=changed).final_state
     assert not torch.allclose(result[:, 0], expected[:, 0], atol=1e-3)
     torch.testing.assert_close(result[:, 1:], expected[:, 1:], rtol=0, atol=0)
@@ -143,7 +143,7 @@ def test_a_view_gives_the_same_and_shares_the_storage(kind):
         one = target.forward(ids, positions, cache=whole).final_state
         two = target.forward(ids, positions, cache=viewed.view(start + 9)).final_state
         torch.testing.assert_close(two, one, **CLOSE)
-    torch.testing.assert_close(viewed.keys[2], whole.keys[2], **CLOSE)
+    torch.testing.assert_close(viewed.layers[2].keys, whole.layers[2].keys, **CLOSE)
 
 
 def test_softcapped_attention():
@@ -194,7 +194,7 @@ def test_cached_bfloat16_stays_bfloat16():
     target = tiny_target("gemma3", dtype=torch.bfloat16)
     cache = target.new_cache(1, 8)
     states = target.forward(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), tap_ids=(1,), cache=cache)
-    assert (states.taps.dtype, states.final_state.dtype, cache.keys[0].dtype) == (torch.bfloat16,) * 3
+    assert (states.taps.dtype, states.final_state.dtype, cache.layers[0].keys.dtype) == (torch.bfloat16,) * 3
 
 
 def test_caches_that_cannot_be():

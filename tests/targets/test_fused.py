@@ -37,7 +37,7 @@ def _run(target: Target, ids: Tensor, edges: tuple[int, ...] = (0, 13, 14, 19, 2
         states = target.forward(ids[:, low:high], positions, tap_ids=(2, 0), cache=cache.view(high))
         finals.append(states.final_state)
         taps.append(states.taps)
-    return torch.cat(finals, 1), torch.cat(taps, 1), [*cache.keys, *cache.values]
+    return torch.cat(finals, 1), torch.cat(taps, 1), [*cache.tensors]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])

@@ -57,7 +57,7 @@ def test_the_fused_pass_equals_the_drafts_own_modules(options: dict[str, Any]) -
             cache = blocks.new_cache(2, 16)
             blocks.append(taps, torch.zeros_like(start), cache)
             blocks.append(taps, start, cache)
-            kept = cache.storage.clone()
+            kept = cache.joint.clone()
             results.append((kept, blocks.block(embeddings, start + 5, cache, 12)))
     for dense, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, dense, atol=1e-4, rtol=1e-4)
