@@ -57,7 +57,6 @@ def write_head(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "use_confidence_head": config["head"]["enable_confidence_head"],  # Model-Optimizer
         "shift_label": True,  # Model-Optimizer
-        "sample_from_anchor": True,
         "attention_mode": _attention_mode(config["num_attention_heads"], config["num_key_value_heads"]),  # SpecForge
     }
 

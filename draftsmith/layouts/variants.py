@@ -46,9 +46,9 @@ class ModelOptimizerLayout(ZlabLayout):
         refuse(self.name, MODEL_OPTIMIZER.faults(config))
         written, _ = super().write(config, tensors, target)
         section = written[SECTION]
-        for name in ("enable_confidence_head", "confidence_head_with_markov", "attention_mode", "sample_from_anchor"):
+        for name in ("enable_confidence_head", "confidence_head_with_markov", "attention_mode"):
             section.pop(name, None)
-        for name in set(config["head"]) - {"emb_dim"}:
+        for name in {*config["head"], "sample_from_anchor"} - {"emb_dim"}:
             written.pop(name, None)
         written |= {"architectures": ["DFlashDraftModel"], "torch_dtype": config["dtype"]}
         kind = uniform_kind(config)

@@ -25,8 +25,9 @@ class Member:
     class_name: `architectures[0]` as written; also_known_as: names that mean it where there is no `projector_type`;
     projectors: values of `projector_type` that mean it, the first of which is written (none: the field is left out);
     head: names of its own fields, nested in `dflash_config`; repeated: those that some readers want at top level too;
-    read_head: reads the head's fields where their names alone do not say it all; write_head: further nested fields of
-    a canonical configuration; other_names: prefixes of tensor names of other writers -> canonical.
+    at_top: fields written at top level only, with their values; read_head: reads the head's fields where their names
+    alone do not say it all; write_head: further nested fields of a canonical configuration; other_names: prefixes of
+    tensor names of other writers -> canonical.
     """
 
     architecture: str
@@ -35,6 +36,7 @@ class Member:
     projectors: tuple[str, ...] = ()
     head: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    at_top: tuple[tuple[str, Any], ...] = ()
     read_head: Callable[[Fields, dict[str, Tensor]], dict[str, Any]] | None = None
     write_head: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     other_names: tuple[tuple[str, str], ...] = ()
@@ -68,6 +70,8 @@ FAMILY = (
         projectors=("dspark",),
         head=_DSPARK_HEAD,
         repeated=_DSPARK_HEAD,
+        # SGLang and vLLM read it here; vLLM takes the nested one for DFlash's, and does not start.
+        at_top=(("sample_from_anchor", True),),
         read_head=dspark_fields.read_head,
         write_head=dspark_fields.write_head,
         other_names=dspark_fields.OTHER_NAMES,
@@ -186,6 +190,7 @@ class ZlabLayout:
         if config["attention_sinks"]:
             nested["attention_sink_bias"] = True
         written |= {name: config["head"][name] for name in member.repeated if name in config["head"]}
+        written |= dict(member.at_top)
         written[SECTION] = nested
         return written, tensors
 

@@ -15,12 +15,13 @@ class Loader:
 
     class_names: what `architectures[0]` may be. reads: dotted path in `config.json` -> the canonical field found there
     (`head.x` for the head's; `field + 1` where a list counts from one; a JSON value where it is always the same).
-    tensors: names besides the backbone's, `{layer}` for every layer.
+    tensors: names besides the backbone's, `{layer}` for every layer. refuses: paths that may not be written.
     """
 
     class_names: tuple[str, ...]
     reads: dict[str, str]
     tensors: tuple[str, ...] = ()
+    refuses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,24 @@ _SGLANG_LOADERS = {
     "dflash": Loader(("DFlashDraftModel",), _SGLANG),
     "dflash2": Loader(("DFlash2DraftModel",), {**_SGLANG, **_NESTED_CONVOLUTIONS}, SELECTOR),
     "domino": Loader(("DFlashDraftModel",), {**_SGLANG, **_DOMINO_HEAD}, GRU),
-    "dspark": Loader(("Qwen3DSparkModel", "DSparkDraftModel"), {**_SGLANG, **_DSPARK_HEAD}, MARKOV),
+    "dspark": Loader(
+        ("Qwen3DSparkModel", "DSparkDraftModel"),
+        {**_SGLANG, **_DSPARK_HEAD, "sample_from_anchor": "true"},
+        MARKOV,
+    ),
 }
 
 # vllm/config/speculative.py, vllm/model_executor/models/qwen3_{dflash,dflash2,dspark}.py,
-# vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py
+# vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py, vllm/v1/worker/gpu/spec_decode/{dflash,dspark}/speculator.py
 _VLLM_LOADERS = {
     "dflash": Loader(("DFlashDraftModel",), _DFLASH),
     "dflash2": Loader(("DFlash2DraftModel",), {**_DFLASH, **_NESTED_CONVOLUTIONS}, SELECTOR),
-    "dspark": Loader(("Qwen3DSparkModel",), {**_DFLASH, **_DSPARK_HEAD, "block_size": "block_size"}, MARKOV),
+    "dspark": Loader(
+        ("Qwen3DSparkModel",),
+        {**_DFLASH, **_DSPARK_HEAD, "block_size": "block_size", "sample_from_anchor": "true"},
+        MARKOV,
+        refuses=("dflash_config.sample_from_anchor",),
+    ),
 }
 
 # speculators/models/{dflash,dspark}/config.py, vllm/transformers_utils/configs/speculators/{algos,base}.py

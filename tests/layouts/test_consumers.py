@@ -27,6 +27,11 @@ def find(config: dict[str, Any], path: str) -> Any:
     return value
 
 
+def is_written(config: dict[str, Any], path: str) -> bool:
+    *sections, name = path.split(".")
+    return name in (find(config, ".".join(sections)) if sections else config)
+
+
 def wanted(config: dict[str, Any], means: str) -> Any:
     """The value that a table's right-hand side stands for."""
     if means in ("true", "false") or means.startswith('"'):
@@ -42,6 +47,7 @@ def mismatches(reader: Reader, directory: Path, config: dict[str, Any]) -> list[
     written = json.loads((directory / "config.json").read_text())
     wrong = [] if written["architectures"][0] in loader.class_names else ["architectures"]
     wrong += [path for path, means in loader.reads.items() if find(written, path) != wanted(config, means)]
+    wrong += [path for path in loader.refuses if is_written(written, path)]
     layers = range(config["num_hidden_layers"])
     named = {name.format(layer=layer) for name in (*BACKBONE, *loader.tensors) for layer in layers}
     held = set(load_file(directory / "model.safetensors"))

@@ -92,10 +92,10 @@ def specforge_export(directory: Path, draft: Draft, architecture: str) -> dict[s
     draft.save(directory)
     config = config_of(directory)
     config["architectures"] = [architecture]
-    for name in ("use_confidence_head", "sample_from_anchor", "shift_label"):
+    for name in ("use_confidence_head", "shift_label"):
         if architecture == "DSparkDraftModel":
             config["dflash_config"].pop(name, None)
-    for name in HEADS["dspark"][0]:
+    for name in (*HEADS["dspark"][0], "sample_from_anchor"):
         config.pop(name, None)
     config |= {"rope_scaling": None, "use_cache": True, "transformers_version": "5.8.1"}
     rewrite(directory, config)
@@ -143,7 +143,8 @@ def test_deepspec_drafts_say_everything_at_top_level(tmp_path: Path, head: int) 
     draft.save(tmp_path / "draft")
     config = config_of(tmp_path / "draft")
     nested = config.pop("dflash_config")
-    config |= {name: nested[name] for name in ("mask_token_id", "target_layer_ids", "sample_from_anchor")}
+    config |= {name: nested[name] for name in ("mask_token_id", "target_layer_ids")}
+    assert config["sample_from_anchor"] is True
     ends = target_ends()
     extras = {"embed_tokens.weight": ends.embedding, "lm_head.weight": ends.output_head}
     rewrite(tmp_path / "draft", config, load_file(tmp_path / "draft" / WEIGHTS) | extras)
