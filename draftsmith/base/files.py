@@ -12,12 +12,16 @@ from draftsmith.errors import DraftsmithError
 TEMPORARY_SUFFIX = ".partial"
 
 
+class WriteError(DraftsmithError):
+    """A file that the disk or its permissions refuse. What had its name before is still there."""
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the name `path` only once it is written and synced.
 
     A crash at any moment leaves the old file, or none, or the new one, and perhaps a file ending in ".partial".
-    Raises `DraftsmithError` where the disk refuses.
+    Raises `WriteError` where the disk refuses.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
@@ -28,8 +32,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
         sync_directory(path.parent)
     except OSError as error:
-        raise DraftsmithError(
-            f"cannot write {path} ({error}); make room or mend the permissions, and start again to go on from there"
+        raise WriteError(
+            f"cannot write {path} ({error}); make room or change the permissions, then run the same command again to continue"
         ) from error
 
 

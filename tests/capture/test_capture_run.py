@@ -220,13 +220,13 @@ def test_bytes_are_readable() -> None:
 
 
 def test_a_fault_while_storing_ends_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftsmith.features import files
+    from draftsmith.base import files
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(StoreError, match="No space left on device"):
+    with pytest.raises(files.WriteError, match="No space left on device"):
         run_capture(tiny_target(), random_samples([5] * 40), LAYOUT, tmp_path, shard_bytes=1, tokens_per_batch=5)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftsmith.base.files import WriteError
 from draftsmith.errors import DraftsmithError
 from draftsmith.features import shards
 from draftsmith.features.manifest import StoreError
@@ -173,7 +174,7 @@ def test_a_full_disk_says_so_and_loses_nothing_finished(tmp_path: Path, monkeypa
         patch.setattr(os, "fsync", full)
         writer = StoreWriter(tmp_path, stores.header(LAYOUT), shard_bytes=1)
         writer.add(second)
-        with pytest.raises(StoreError, match="No space left on device"):
+        with pytest.raises(WriteError, match="No space left on device"):
             writer.flush()
     with writer:  # there is room again: leaving writes what was added
         pass
