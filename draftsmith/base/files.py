@@ -33,7 +33,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         sync_directory(path.parent)
     except OSError as error:
         raise WriteError(
-            f"cannot write {path} ({error}); make room or change the permissions, then run the same command again to continue"
+            f"cannot write {path} ({error}); make room or change the permissions, then run the same command again"
         ) from error
 
 
