@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.blocks.blocks import Blocks
-from draftsmith.blocks.sight import Sight, sight
+from draftsmith.blocks.visibility import block_visibility
 from draftsmith.drafts.attention import AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.attention.block_rows import rows_of_a_block
+from draftsmith.kernels.attention.visibility import Visibility
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.anchored_attention import Runs, Tiling
@@ -25,7 +26,7 @@ LEAST_SHARED_MEMORY = 162 * 1024
 64 keys and values in flight, of 128 channels in 16 bits; A100 and H100 have them, smaller devices train with flex."""
 
 
-def runs(seen: Sight, blocks: Blocks, keys: int) -> "Runs":
+def runs(seen: Visibility, blocks: Blocks, keys: int) -> "Runs":
     """What the kernel needs of who sees what; `keys`: context tokens of a tile."""
     from draftsmith.kernels.attention.anchored_attention import Runs
 
@@ -42,7 +43,7 @@ def runs(seen: Sight, blocks: Blocks, keys: int) -> "Runs":
     )
 
 
-def _by_key(seen: Sight, valid: Tensor, context: int, keys: int, block_size: int) -> Tensor:
+def _by_key(seen: Visibility, valid: Tensor, context: int, keys: int, block_size: int) -> Tensor:
     """[R, tiles, 4] int32, slots: see `Runs`. Bounds of blocks ascend along a row, so counting finds the places."""
     first = seen.context_first.unflatten(1, (-1, block_size))  # [R, N, B]
     low, high, end = first.amin(-1).unsqueeze(1), first.amax(-1).unsqueeze(1), seen.context_end[:, None, ::block_size]
@@ -88,7 +89,7 @@ class AnchoredBlockAttention:
     What the kernel needs of a pattern is worked out when a layer first asks, and kept for the others.
     """
 
-    def __init__(self, seen: dict[AttentionKind, Sight], blocks: Blocks, tiles: "Tiling | None" = None) -> None:
+    def __init__(self, seen: dict[AttentionKind, Visibility], blocks: Blocks, tiles: "Tiling | None" = None) -> None:
         self._seen = seen
         self._blocks = blocks
         self._tiles = tiles
@@ -137,5 +138,7 @@ def check_anchored(head_dim: int, group: int, block_size: int) -> None:
 def anchored_block_attention(
     blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], tiles: "Tiling | None" = None
 ) -> AnchoredBlockAttention:
-    """`AnchoredBlockAttention` for a packed batch; arguments as for `sight`. tiles: None: as the kernel likes them."""
-    return AnchoredBlockAttention({kind: sight(blocks, document, kind) for kind in set(kinds)}, blocks, tiles)
+    """`AnchoredBlockAttention` for a packed batch; arguments as for `block_visibility`. tiles: None: as the kernel
+    likes them."""
+    seen = {kind: block_visibility(blocks, document, kind) for kind in set(kinds)}
+    return AnchoredBlockAttention(seen, blocks, tiles)

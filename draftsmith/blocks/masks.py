@@ -1,6 +1,6 @@
 """Ways of computing the attention of training blocks: dense masks, flex_attention's tiles, and the choice.
 
-Who sees whom is said in `blocks.sight`; everything here follows from that.
+Who sees whom is said in `blocks.visibility`; everything here follows from that.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,9 +14,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from draftsmith.blocks.anchored import anchored_block_attention
 from draftsmith.blocks.blocks import Blocks
-from draftsmith.blocks.sight import Sight, sight
+from draftsmith.blocks.visibility import block_visibility
 from draftsmith.drafts.attention import AttentionKind, BlockAttention, DenseBlockAttention, with_sinks
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.attention.visibility import Visibility
 
 TILE = 128
 """Queries and keys of one tile of flex_attention."""
@@ -27,23 +28,13 @@ TILE = 128
 
 def dense_attention(blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind]) -> DenseBlockAttention:
     """Attention under explicit masks [R, 1, N*B, S + N*B]: memory grows with queries times keys."""
-    return DenseBlockAttention({kind: dense_mask(sight(blocks, document, kind)) for kind in set(kinds)})
-
-
-def dense_mask(seen: Sight) -> Tensor:
-    """[R, 1, N*B, S + N*B] bool, True where the query sees the key."""
-    rows, queries = seen.context_end.shape
-    device = seen.context_end.device
-    row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
-    query = torch.arange(queries, device=device).view(1, 1, -1, 1)
-    key = torch.arange(seen.num_keys, device=device).view(1, 1, 1, -1)
-    return seen.sees(row, query, key)
+    return DenseBlockAttention({kind: block_visibility(blocks, document, kind).mask() for kind in set(kinds)})
 
 
 # --- flex_attention -------------------------------------------------------------------------------------------------
 
 
-def flex_mask(seen: Sight) -> BlockMask:
+def flex_mask(seen: Visibility) -> BlockMask:
     """The tiles of queries x keys that flex_attention has to compute, from the runs alone."""
     rows, queries = seen.context_end.shape
     device = seen.context_end.device
@@ -62,7 +53,7 @@ def flex_mask(seen: Sight) -> BlockMask:
 
     # Read for every pair of a tile that is not whole: as narrow as they can be.
     context_first, context_end, block_first, block_end = (bound.int() for bound in seen.runs())
-    narrow = Sight(context_first, context_end, block_first, block_end, seen.num_keys)
+    narrow = Visibility(context_first, context_end, block_first, block_end, seen.num_keys)
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return narrow.sees(row, query, key)
@@ -132,8 +123,8 @@ class FlexBlockAttention:
 def flex_block_attention(
     blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], *, compiled: bool
 ) -> FlexBlockAttention:
-    """`FlexBlockAttention` for a packed batch; arguments as for `sight`."""
-    masks = {kind: flex_mask(sight(blocks, document, kind)) for kind in set(kinds)}
+    """`FlexBlockAttention` for a packed batch; arguments as for `block_visibility`."""
+    masks = {kind: flex_mask(block_visibility(blocks, document, kind)) for kind in set(kinds)}
     return FlexBlockAttention(masks, compiled=compiled)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from draftsmith.drafts.attention import AttentionKind, DenseBlockAttention
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.fused import FusedDraft
+from draftsmith.kernels.attention.visibility import Visibility
 from draftsmith.targets.cache import KeysValues, KeysValuesShape, Room, StaticCache
 
 
@@ -112,16 +114,16 @@ def _cache(draft: Draft, slots: int, length: int) -> StaticCache:
 def block_masks(
     anchors: Tensor, max_length: int, block_size: int, kinds: Iterable[AttentionKind]
 ) -> DenseBlockAttention:
-    """Masks [batch, 1, B, max_length + B] of one block a row: the same visibility as in training (`blocks.sight`).
-
-    Of the verified context, positions below the anchor, and of its own block, each slot sees what `AttentionKind.sees`
-    says.
-    """
-    slot = torch.arange(block_size, device=anchors.device)
-    context = torch.arange(max_length, device=anchors.device)
-    blocks = anchors[:, None] + slot  # [batch, B] positions
-    verified = context < anchors[:, None]  # [batch, S]
-    there = torch.cat((verified, torch.ones_like(blocks, dtype=torch.bool)), dim=1)
-    keys = torch.cat((context.expand(len(anchors), -1), blocks), dim=1)
-    away = blocks[:, :, None] - keys[:, None]  # [batch, B, S + B]
-    return DenseBlockAttention({kind: (there[:, None] & kind.sees(away)).unsqueeze(1) for kind in set(kinds)})
+    """Masks [batch, 1, B, max_length + B] of one block a row: by the rule of training
+    (`kernels.attention.visibility`)."""
+    visible = partial(
+        Visibility.of,
+        begin=torch.zeros_like(anchors[:, None]),
+        end=anchors[:, None],
+        anchor=anchors[:, None],
+        depth=torch.arange(block_size, device=anchors.device),
+        own=torch.full_like(anchors[:, None], max_length),
+        size=block_size,
+        num_keys=max_length + block_size,
+    )
+    return DenseBlockAttention({k: visible(causal=k.causal, window=k.window).mask() for k in set(kinds)})

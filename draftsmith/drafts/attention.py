@@ -12,17 +12,12 @@ from draftsmith.errors import DraftsmithError
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """One layer's pattern: `window` None for full layers, else W (context >= query position - (W-1) is visible);
-    `causal` says whether slots of a block see only earlier slots (and themselves)."""
+    """One layer's pattern, as `kernels.attention.visibility` reads it: `window` None for full layers, else W (only keys
+    nearer than W positions are visible); `causal` says whether slots of a block see only earlier slots (and
+    themselves)."""
 
     window: int | None
     causal: bool
-
-    def sees(self, away: Tensor) -> Tensor:
-        """Whether a slot sees a key that lies `away` positions before its own (after it: negative), of its verified
-        context or its own block: int64 -> bool of the same shape."""
-        seen = away >= 0 if self.causal else torch.ones_like(away, dtype=torch.bool)
-        return seen if self.window is None else seen & (away.abs() < self.window)
 
 
 class BlockAttention(Protocol):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.attention.visibility import Visibility
 from draftsmith.targets.cache import KeysValues, TargetCache
 
 IMPLEMENTATION = "draftsmith"
@@ -40,12 +41,8 @@ class CachedAttention:
         """[batch, 1, groups * w, length] bool, True where a query may look; `groups` repeats the w queries."""
         key = (window, groups)
         if key not in self._visible:
-            entry = torch.arange(self.cache.length, device=self.positions.device)
-            query = self.positions[:, None, :, None]  # [batch, 1, w, 1]
-            seen = entry <= query  # [batch, 1, w, length]
-            if window is not None:
-                seen = seen & (entry > query - window)
-            self._visible[key] = seen.repeat(1, 1, groups, 1)
+            seen = Visibility.over_cache(self.positions, self.cache.length, causal=True, window=window)
+            self._visible[key] = seen.mask().repeat(1, 1, groups, 1)
         return self._visible[key]
 
     def attend(

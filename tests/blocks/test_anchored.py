@@ -8,8 +8,8 @@ import torch
 from draftsmith.blocks.anchored import anchored_block_attention
 from draftsmith.blocks.anchored import takes as takes_on
 from draftsmith.blocks.layout import BlockKind, BlockLayout
-from draftsmith.blocks.masks import dense_attention, dense_mask
-from draftsmith.blocks.sight import sight
+from draftsmith.blocks.masks import dense_attention
+from draftsmith.blocks.visibility import block_visibility
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.errors import DraftsmithError
 from tests.blocks.packed import anchors_of, blocks_of, pack, random_document
@@ -65,8 +65,8 @@ def test_the_slots_of_a_tile_of_keys_are_those_of_the_mask(kind):
     documents = [[random_document(generator, f"{r}-{i}", n) for i, n in enumerate((60, 9, 31))] for r in range(2)]
     batch = pack(documents, 110)
     blocks = blocks_of(batch, layout, anchors_of(batch, layout, 12))
-    seen = sight(blocks, batch.document, kind)
-    mask = dense_mask(seen)[:, 0, :, :110]  # [R, Q, S]
+    seen = block_visibility(blocks, batch.document, kind)
+    mask = seen.mask()[:, 0, :, :110]  # [R, Q, S]
     by_key = anchored_block_attention(blocks, batch.document, [kind]).runs(kind, 16).by_key
     some = 0
     for row in range(2):

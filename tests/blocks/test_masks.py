@@ -8,12 +8,11 @@ from draftsmith.blocks.masks import (
     TILE,
     AttentionBackend,
     dense_attention,
-    dense_mask,
     flex_block_attention,
     flex_mask,
     training_attention,
 )
-from draftsmith.blocks.sight import sight
+from draftsmith.blocks.visibility import block_visibility
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.errors import DraftsmithError
 from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch, random_document
@@ -82,8 +81,8 @@ def test_the_tiles_are_those_that_the_mask_needs(kind: AttentionKind, block_size
     batch = pack(rows, 530)
     layout = BlockLayout(BlockKind.ANCHOR_KNOWN, block_size)
     blocks = blocks_of(batch, layout, anchors_of(batch, layout, 60))
-    seen = sight(blocks, batch.document, kind)
-    found, dense = flex_mask(seen), dense_mask(seen)
+    seen = block_visibility(blocks, batch.document, kind)
+    found, dense = flex_mask(seen), seen.mask()
     queries, keys = dense.shape[2:]
     wanted = create_block_mask(
         lambda row, head, query, key: dense[row, 0, query, key], 2, None, queries, keys, device="cpu", BLOCK_SIZE=TILE

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.attention.exponents import LOG2_E, LOG2_E_IN_KERNEL
+from draftsmith.kernels.attention.visibility import MAX_TREE, Visibility
 from draftsmith.kernels.device import overlapping, shared_memory
 
 MAX_SPLITS = 32
@@ -36,15 +37,17 @@ def block_attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    ancestors: Tensor | None = None,
 ) -> Tensor:
     """Plain PyTorch for `block_attention`, in fp32. Same arguments, same result up to rounding.
 
-    Who sees whom follows from positions in the cache alone, as in the kernel; the blocks of training, whose context
-    stands elsewhere, have `blocks.sight`. That both agree is tested where a draft's fused pass is.
+    Who sees whom is `visibility`'s to say, as in training and in the kernel.
     """
     batch, heads, width, dim = q.shape
     groups = heads // k_cache.shape[1]
-    visible = _visible(start, width, k_cache.shape[2], causal, window)  # [batch, width, length]
+    places = start if start.dim() == 2 else start[:, None] + torch.arange(width, device=start.device)
+    pattern = Visibility.over_cache(places.long(), k_cache.shape[2], causal=causal, window=window, ancestors=ancestors)
+    visible = pattern.mask()[:, 0]  # [batch, width, length]
     # Entries that nobody may see can hold anything, NaN included.
     seen = visible.any(1)[:, None, :, None]
     keys = k_cache.float().masked_fill(~seen, 0.0).repeat_interleave(groups, 1)
@@ -60,27 +63,14 @@ def block_attention_reference(
     return (weights @ values).to(q.dtype)
 
 
-def _visible(start: Tensor, width: int, length: int, causal: bool, window: int | None) -> Tensor:
-    """Which cache positions each query sees: [batch, width, length] bool."""
-    keys = torch.arange(length, device=start.device)
-    queries = start if start.dim() == 2 else start[:, None] + torch.arange(width, device=start.device)
-    if causal:
-        visible = keys <= queries[..., None]
-    else:
-        visible = (keys <= queries[:, -1:, None]).expand(-1, width, -1)
-    if window is not None:
-        visible = visible & (queries[..., None] - keys < window) & (keys - queries[..., None] < window)
-    return visible
-
-
 @triton.jit(do_not_specialize=["width"])  # one program for prompts of any length
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, position_ptr, sinks_ptr, partial_ptr, lse_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, position_ptr, ancestors_ptr, sinks_ptr, partial_ptr, lse_ptr, out_ptr,
     q_stride_b, q_stride_h, q_stride_w, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
     position_stride_b, position_stride_w, out_stride_b, out_stride_h, out_stride_w, scale, unit, softcap, width,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -101,7 +91,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     query_position = tl.load(positions + slot * position_stride_w).to(tl.int32) + slot * STEP
     # Keys from `first` to `end` are all that any query of this tile sees; those below `common` are seen by each.
     lowest = tl.min(tl.where(row_ok, query_position, 2147483647), 0)
-    if CAUSAL:
+    if TREE:  # the block's own keys, from `block` on, are seen by their descendants
+        block = tl.load(positions).to(tl.int32)
+        above = tl.load(ancestors_ptr + batch * width + slot, mask=row_ok, other=0)
+        end = block + width
+        common = block
+    elif CAUSAL:
         end = tl.max(tl.where(row_ok, query_position, -1), 0) + 1
         common = lowest + 1
     else:
@@ -144,9 +139,18 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             # tanh(x) = 1 - 2 / (exp(2x) + 1): saturates without overflow trouble at either end.
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores * unit / softcap) + 1.0))
         if offset + BLOCK_N > common:  # most tiles of a long context need no mask, which costs more than the softmax
-            distance = query_position[:, None] - keys[None, :]
             visible = (keys < end)[None, :] & row_ok[:, None]
-            if CAUSAL:
+            key_position = keys
+            if TREE:
+                own = tl.minimum(tl.maximum(keys - block, 0), 63)
+                visible = visible & (
+                    (keys < block)[None, :] | (((above[:, None] >> own.to(tl.int64)[None, :]) & 1) > 0)
+                )
+                if WINDOW > 0:
+                    of_own = tl.load(positions + own * position_stride_w, mask=own < width, other=0).to(tl.int32)
+                    key_position = tl.where(keys < block, keys, of_own)
+            distance = query_position[:, None] - key_position[None, :]
+            if CAUSAL and not TREE:
                 visible = visible & (distance >= 0)
             if WINDOW > 0:
                 visible = visible & (distance < WINDOW) & (-distance < WINDOW)
@@ -225,6 +229,7 @@ def block_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    ancestors: Tensor | None = None,
     splits: int | None = None,
     block_m: int | None = None,
     stages: int | None = None,
@@ -237,16 +242,21 @@ def block_attention(
     stands at start + i), or [batch, w] int, the position of every query (none below the one before it). causal: a
     query sees keys at positions up to its own; otherwise up to the row's last query (a block that sees itself both
     ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks [heads]: logit of a key
-    without value. splits: programs that share a context, a power of two; block_m: queries of a tile, a power of two
-    from 16 on; stages: tiles of keys on their way at once; warps of a program; all chosen by the shape of q if not
-    given. Results are bitwise comparable only between calls with the same splits and width. dtype bf16, fp16 or fp32
-    (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out as [batch, w, heads, dim].
+    without value. ancestors [batch, w] int64, w <= 64: the queries are a tree, whose keys lie one after the other from
+    start[:, 0] on; of these, query i sees those whose bit is set in ancestors[:, i] (`visibility.ancestors_of`), and
+    start[:, i] is start[:, 0] plus its depth. splits: programs that share a context, a power of two; block_m: queries
+    of a tile, a power of two from 16 on; stages: tiles of keys on their way at once; warps of a program; all chosen by
+    the shape of q if not given. Results are bitwise comparable only between calls with the same splits and width. dtype
+    bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out as [batch, w,
+    heads, dim].
 
     Raises `ValueError` for shapes, dtypes or splits that do not fit.
     """
     batch, heads, width, dim = q.shape
     kv_heads = k_cache.shape[1]
     _check(q, k_cache, v_cache, start, splits)
+    if ancestors is not None:
+        _check_tree(q, start, ancestors, causal)
     groups = heads // kv_heads
     rows = groups * width
     wide = q.dtype == torch.float32
@@ -274,11 +284,11 @@ def block_attention(
     overlap = overlapping(q.device)
     sinks = q if sinks is None else sinks
     _attend_kernel[(batch * kv_heads, splits, tiles)](
-        q, k_cache, v_cache, start, sinks, partial, lse, out,
+        q, k_cache, v_cache, start, start if ancestors is None else ancestors.contiguous(), sinks, partial, lse, out,
         *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *position_strides, *out.stride()[:3],
         LOG2_E if softcap is not None else scale * LOG2_E, scale, softcap or 0.0, width,
-        STEP=1 if start.dim() == 1 else 0, BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, WINDOW=window or 0,
-        HAS_CAP=softcap is not None, num_warps=warps, num_stages=stages, **shape, **overlap,
+        STEP=1 if start.dim() == 1 else 0, BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, TREE=ancestors is not None,
+        WINDOW=window or 0, HAS_CAP=softcap is not None, num_warps=warps, num_stages=stages, **shape, **overlap,
     )  # fmt: skip
     if split:
         block_r = max(1, 4096 // (splits * block_d))
@@ -319,3 +329,14 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, splits: i
         raise ValueError(f"start must be [{batch}] or [{batch}, {width}], got shape {tuple(start.shape)}")
     if splits is not None and splits not in (1, 2, 4, 8, 16, MAX_SPLITS):
         raise ValueError(f"splits must be a power of two up to {MAX_SPLITS}, got {splits}")
+
+
+def _check_tree(q: Tensor, start: Tensor, ancestors: Tensor, causal: bool) -> None:
+    batch, _, width, _ = q.shape
+    if ancestors.shape != (batch, width) or ancestors.dtype != torch.int64 or start.shape != (batch, width):
+        raise ValueError(
+            f"a tree needs ancestors (int64) and start of shape [{batch}, {width}], got {ancestors.dtype} "
+            f"{tuple(ancestors.shape)} and {tuple(start.shape)}"
+        )
+    if width > MAX_TREE or not causal:
+        raise ValueError(f"a tree has at most {MAX_TREE} queries and is causal, got {width} and causal={causal}")

@@ -22,6 +22,7 @@ def rope_cache_reference(
     k_weight: Tensor | None,
     eps: float,
     unit_offset: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Plain PyTorch for `rope_cache` (writes the caches in place, returns q)."""
     if qkv.dim() == 4:
@@ -37,8 +38,9 @@ def rope_cache_reference(
         q, k = plain_norm(q, q_weight, eps, unit_offset), plain_norm(k, k_weight, eps, unit_offset)
     q, k = (_rotate(t, cos, sin) for t in (q, k))
     rows = torch.arange(batch, device=qkv.device)[:, None]
-    k_cache[rows, :, positions] = k
-    v_cache[rows, :, positions] = v
+    places = positions if places is None else places
+    k_cache[rows, :, places] = k
+    v_cache[rows, :, places] = v
     return q.transpose(1, 2)
 
 
@@ -63,12 +65,12 @@ def _summed(source, offsets, inside, split_stride, SPLITS: tl.constexpr, dtype: 
 
 @triton.jit(do_not_specialize=["width"])  # one program for prompts of any length
 def _rope_cache_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, position_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
+    qkv_ptr, cos_ptr, sin_ptr, position_ptr, place_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr,
     qkv_stride_b, qkv_stride_w, split_stride, cos_stride_b, cos_stride_w, position_stride_b, position_stride_w,
     k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n, eps, width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, BLOCK_H: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, TABLE: tl.constexpr,
-    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_PLACES: tl.constexpr, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     if OVERLAP:
@@ -119,10 +121,13 @@ def _rope_cache_kernel(  # type: ignore[no-untyped-def]
     out_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
     out_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
 
+    place = position
+    if HAS_PLACES:
+        place = tl.load(place_ptr + token).to(tl.int64)
     q_to = q_ptr + (token.to(tl.int64) * HEADS + heads)[:, None] * DIM
-    k_to = k_ptr + batch * k_stride_b + position * k_stride_n + (heads - HEADS).to(tl.int64)[:, None] * k_stride_h
+    k_to = k_ptr + batch * k_stride_b + place * k_stride_n + (heads - HEADS).to(tl.int64)[:, None] * k_stride_h
     v_head = (heads - HEADS - KV_HEADS).to(tl.int64)[:, None]
-    v_to = v_ptr + batch * v_stride_b + position * v_stride_n + v_head * v_stride_h
+    v_to = v_ptr + batch * v_stride_b + place * v_stride_n + v_head * v_stride_h
     _store(q_to, k_to, v_to, dims[None, :], out_low, raw_low, half_ok, is_query, is_key, is_value, dtype)
     _store(q_to, k_to, v_to, half + dims[None, :], out_high, raw_high, half_ok, is_query, is_key, is_value, dtype)
     if ROTARY < DIM:
@@ -167,6 +172,7 @@ def rope_cache(
     k_weight: Tensor | None,
     eps: float,
     unit_offset: bool = False,
+    places: Tensor | None = None,
     heads_per_program: int | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values to the cache.
@@ -174,7 +180,8 @@ def rope_cache(
     qkv [batch, w, (heads + 2 kv_heads) * dim], q first, then k, then v, or [S, batch, w, ...] fp32, S addends of it
     (`skinny_linear`); cos, sin [batch or 1, w, rotary] of these tokens, or tables [positions, rotary] of all, the two
     halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, or
-    [batch, w] int, the position of every token, which is also where its key and value go; k_cache, v_cache
+    [batch, w] int, the position of every token, which is also where its key and value go, unless places [batch, w]
+    int says otherwise; k_cache, v_cache
     [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim] of the per-head RMS norms, both or
     neither; heads_per_program: a power of two, chosen by the number of tokens if not given. Returns q
     [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
@@ -198,14 +205,14 @@ def rope_cache(
     # One head a program while programs are few; then several, so that starting programs does not take the time.
     block_h = heads_per_program or (1 if batch * width * total_heads <= 2048 else 16)
     _rope_cache_kernel[(batch * width, triton.cdiv(total_heads, block_h))](
-        qkv, cos, sin, start,
+        qkv, cos, sin, start, placeholder if places is None else places.contiguous(),
         placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
         q, k_cache, v_cache, qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0),
         cos.stride(-2), start.stride(0), start.stride(1) if start.dim() == 2 else 0,
         *k_cache.stride()[:3], *v_cache.stride()[:3], eps, width,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=rotary, BLOCK=triton.next_power_of_2(rotary // 2),
         REST=triton.next_power_of_2(max(1, dim - rotary)), STEP=1 if start.dim() == 1 else 0, SPLITS=splits,
-        TABLE=table, HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, BLOCK_H=block_h,
-        num_warps=1 if block_h == 1 else 4, **overlapping(q.device),
+        TABLE=table, HAS_PLACES=places is not None, HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset,
+        BLOCK_H=block_h, num_warps=1 if block_h == 1 else 4, **overlapping(q.device),
     )  # fmt: skip
     return q.transpose(1, 2)

@@ -6,6 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from draftsmith.kernels.attention.block_attention import block_attention, block_attention_reference, split_count
+from draftsmith.kernels.attention.visibility import ancestors_of
+from tests.support.trees import depths_of, random_parents
 
 CASES = {
     "causal verify, grouped heads": dict(batch=2, heads=4, kv=2, width=5, dim=64, length=200, causal=True),
@@ -93,8 +95,64 @@ def test_the_cache_may_be_longer_than_needed():
     assert torch.equal(block_attention(q, k[:, :, :100], v[:, :, :100], start, **options, splits=2), whole)
 
 
+TREES = {
+    "tree": dict(batch=2, heads=4, kv=2, width=9, dim=64, length=200, causal=True),
+    "tree of 64, more rows than a tile": dict(batch=1, heads=3, kv=1, width=64, dim=16, length=150, causal=True),
+    "tree wider than its window, cap": dict(
+        batch=2, heads=2, kv=1, width=13, dim=64, length=190, causal=True, window=3, softcap=20.0
+    ),
+    "tree, window, sinks": dict(batch=2, heads=2, kv=2, width=7, dim=32, length=99, causal=True, window=20, sinks=True),
+}
+
+
+def _tree(start, width, seed):
+    parents = random_parents(len(start), width - 1, torch.Generator().manual_seed(seed))
+    return start[:, None] + depths_of(parents), ancestors_of(parents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("name", TREES)
+def test_trees_equal_the_reference(name, splits, dtype):
+    (q, k, v, start), options = _inputs(TREES[name], dtype, seed=17)
+    where, ancestors = _tree(start, q.shape[2], seed=splits)
+    expected = block_attention_reference(q, k, v, where, **options, ancestors=ancestors)
+    actual = block_attention(
+        q, k, v, where, **options, ancestors=ancestors, splits=splits, block_m=16 if splits > 1 else None
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_tree_that_is_a_chain_gives_what_a_chain_gives(splits, window):
+    (q, k, v, start), options = _inputs(TREES["tree"], torch.float32, seed=19)
+    where, chain = start[:, None] + torch.arange(9), ancestors_of(torch.arange(-1, 7).expand(2, -1))
+    as_chain = block_attention(q, k, v, where, **options, window=window, splits=splits)
+    as_tree = block_attention(q, k, v, where, **options, window=window, splits=splits, ancestors=chain)
+    assert torch.equal(as_tree, as_chain)
+
+
+def test_a_bit_decides_for_its_query_alone():
+    (q, k, v, start), options = _inputs(TREES["tree of 64, more rows than a tile"], torch.float32, seed=23)
+    where, ancestors = _tree(start, 64, seed=1)
+    before = block_attention(q, k, v, where, **options, ancestors=ancestors, splits=1)
+    for query, key in ((63, 63), (40, 1)):
+        changed = ancestors.clone()
+        changed[0, query] ^= 1 << key if key < 63 else -(1 << 63)
+        after = block_attention(q, k, v, where, **options, ancestors=changed, splits=1)
+        other = [i for i in range(64) if not torch.equal(after[0, :, i], before[0, :, i])]
+        assert other == [query]
+
+
 def test_misuse_is_named():
     (q, k, v, start), options = _inputs(CASES["causal verify, grouped heads"], torch.float32, seed=1)
+    where, ancestors = _tree(start, 5, seed=0)
+    with pytest.raises(ValueError, match=r"a tree needs ancestors \(int64\) and start of shape \[2, 5\], got .*\(2,\)"):
+        block_attention(q, k, v, start, **options, ancestors=ancestors)
+    with pytest.raises(ValueError, match="is causal, got 5 and causal=False"):
+        block_attention(q, k, v, where, **{**options, "causal": False}, ancestors=ancestors)
     with pytest.raises(ValueError, match="power of two up to 32"):
         block_attention(q, k, v, start, **options, splits=3)
     with pytest.raises(ValueError, match="dtypes"):

@@ -116,3 +116,26 @@ def test_rope_cache_at_positions_of_each_token(heads_per_program):
     moved = [torch.full((batch, kv_heads, length, dim), 7.0) for _ in range(2)]
     rope_cache(qkv, cos, sin, positions + 1, *moved, heads=heads, eps=1e-6, **weights)
     assert not torch.equal(moved[1], results[0][2])
+
+
+def test_rope_cache_writes_where_it_is_told():
+    """Tokens of one position, as siblings of a tree are, at places of their own."""
+    torch.manual_seed(3)
+    heads, kv_heads, dim = 2, 1, 16
+    qkv, places = torch.randn(2, 3, (heads + 2 * kv_heads) * dim), torch.tensor([[4, 5, 6], [0, 1, 2]])
+    angles = torch.rand(9, dim // 2) * 6
+    cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
+    positions = torch.tensor([[4, 5, 5], [1, 2, 3]])
+    options = dict(heads=heads, eps=1e-6, q_weight=None, k_weight=None)
+    results = []
+    for function in (rope_cache, rope_cache_reference):
+        caches = [torch.full((2, kv_heads, 9, dim), 7.0) for _ in range(2)]
+        results.append((function(qkv, cos, sin, positions, *caches, places=places, **options), *caches))
+    for actual, expected in zip(*results, strict=True):
+        _close(actual, expected)
+    query, keys, values = results[0]
+    plain = [torch.full((2, kv_heads, 9, dim), 7.0) for _ in range(2)]
+    assert torch.equal(rope_cache(qkv, cos, sin, positions, *plain, **options), query)
+    assert torch.equal(keys[1, :, places[1]], plain[0][1, :, positions[1]])
+    assert torch.equal(values[0, :, 4:7], qkv[0, None, :, -dim:])
+    assert (keys[1, :, 3:] == 7.0).all()
