@@ -16,9 +16,14 @@ def need_triton(what: str, otherwise: str = "") -> None:
     """Raises `DraftsmithError` where the package triton is not installed. what: that which needs it; otherwise: another
     way out than to install it, after a comma."""
     if find_spec("triton") is None:
-        raise DraftsmithError(
-            f"{what} needs the package triton, which is not installed; install it (pip install triton){otherwise}"
-        )
+        raise no_triton(what, otherwise)
+
+
+def no_triton(what: str, otherwise: str = "") -> DraftsmithError:
+    """What to raise where triton is missing; arguments as for `need_triton`."""
+    return DraftsmithError(
+        f"{what} needs the package triton, which is not installed; install it (pip install triton){otherwise}"
+    )
 
 
 @functools.cache

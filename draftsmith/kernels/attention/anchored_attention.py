@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from draftsmith.kernels.attention.anchored_backward import key_gradient_kernel, query_gradient_kernel
 from draftsmith.kernels.attention.anchored_forward import forward_kernel
 from draftsmith.kernels.attention.block_rows import rows_of_a_block
 from draftsmith.kernels.attention.exponents import LOG2_E
+from draftsmith.kernels.triton import TensorDescriptor, triton
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """The backward kernels of `anchored_attention`: one over the slots, one over the context's keys."""
 
-import triton
-import triton.language as tl
-
 from draftsmith.kernels.attention.anchored_forward import rows_of_tile, whole_keys
 from draftsmith.kernels.attention.exponents import LOG2_E_IN_KERNEL
+from draftsmith.kernels.triton import tl, triton
 
 
 @triton.jit

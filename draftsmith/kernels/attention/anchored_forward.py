@@ -7,8 +7,7 @@ held in registers, of which these kernels have too few. What lies outside of a t
     keys, values                    [R, kv_heads, S or T, d]     tiles [1, 1, keys, d]
 """
 
-import triton
-import triton.language as tl
+from draftsmith.kernels.triton import tl, triton
 
 
 @triton.jit

@@ -14,13 +14,12 @@ what makes speculative and plain decoding comparable bit for bit in bf16.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.attention.exponents import LOG2_E, LOG2_E_IN_KERNEL
 from draftsmith.kernels.attention.visibility import MAX_TREE, Visibility
 from draftsmith.kernels.device import overlapping, shared_memory
+from draftsmith.kernels.triton import tl, triton
 
 MAX_SPLITS = 32
 """Most programs that share the context of one tile of queries."""

@@ -2,11 +2,10 @@
 into the cache."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.layers.rms_norm import plain_norm
+from draftsmith.kernels.triton import tl, triton
 
 
 def context_append_reference(

@@ -1,12 +1,11 @@
 """From one joined q/k/v projection to normed, rotated queries, and keys and values in the cache, in one launch."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping
 from draftsmith.kernels.layers.rms_norm import plain_norm
+from draftsmith.kernels.triton import tl, triton
 
 
 def rope_cache_reference(

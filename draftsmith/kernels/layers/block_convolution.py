@@ -2,11 +2,10 @@
 PyTorch of it."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.triton import tl, triton
 
 CHANNELS = 256
 """Of one slot, in one program: a decode step has few slots, and its launch is over when the last channel is."""

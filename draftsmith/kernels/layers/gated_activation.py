@@ -1,11 +1,10 @@
 """The gate of a gated MLP: act(gate) * up, from one joined projection."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.triton import tl, triton
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """Names, as in a model's configuration, of the activations that `gated_activation` computes."""

@@ -1,11 +1,10 @@
 """RMS normalisation, with what stands before it folded in: a sum of partial products, a norm, a residual addition."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.triton import tl, triton
 
 
 def rms_norm_reference(

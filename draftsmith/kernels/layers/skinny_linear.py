@@ -1,11 +1,10 @@
 """A few rows times a weight matrix, at the speed of reading the matrix once."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, stages_that_fit
+from draftsmith.kernels.triton import tl, triton
 
 MAX_ROWS = 32
 """Most rows that a tile of the matrix takes along for free: tensor cores read weights from shared memory no faster than

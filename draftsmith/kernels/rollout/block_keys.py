@@ -1,10 +1,9 @@
 """The keys of a block's tokens: set up before the first step, and read as tokens after the last, in a launch each."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import LOWEST_KEY_IN_KERNEL, key_ids, key_ids_in_kernel, new_keys, token_keys
 
 BLOCK = 256

@@ -7,11 +7,10 @@ the token before is one of the rows fetched for the step before.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import (
     LOWEST_KEY_IN_KERNEL,
     key_ids,

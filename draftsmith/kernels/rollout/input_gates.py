@@ -5,11 +5,10 @@ for every token. What a step makes of it is in `prefix_gru`.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import key_ids_in_kernel
 
 SHARED_BYTES = 200_000

@@ -10,12 +10,11 @@ it in tiles of rows, with several tiles in flight.
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.base.dtypes import DTYPES
 from draftsmith.kernels.device import overlapping, shared_memory, stages_that_fit
+from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import LOWEST_KEY_IN_KERNEL, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
 from draftsmith.kernels.vocabulary.noise import LEAST_TEMPERATURE, Stream
 

@@ -16,13 +16,13 @@ that the bound leaves and that are not leaders are read after it. The order deci
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from draftsmith.base.rounding import round_up
 from draftsmith.kernels.device import cache_bytes, overlapping, shared_memory
 from draftsmith.kernels.rollout.low_rank_argmax import check_operands, low_rank_scores, padded_rank, tile_rows
 from draftsmith.kernels.rollout.row_bounds import DIRECTIONS, UNDERFLOW, RowBounds, share_beside, slack, upper_bounds
+from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import (
     LOWEST_KEY,
     LOWEST_KEY_IN_KERNEL,
@@ -105,7 +105,7 @@ def pruned_low_rank_argmax_reference(
 def leaders_reference(base: Tensor) -> Leaders:
     """Plain PyTorch for `leaders`."""
     rows, vocab = base.shape
-    groups = triton.cdiv(vocab, GROUP)
+    groups = round_up(vocab, GROUP) // GROUP
     keys = pack_keys(base.float(), torch.arange(vocab, device=base.device))
     padded = torch.nn.functional.pad(keys, (0, groups * GROUP - vocab), value=LOWEST_KEY).unflatten(-1, (groups, GROUP))
     best = padded.topk(LEADERS, dim=-1).values  # [rows, groups, LEADERS]

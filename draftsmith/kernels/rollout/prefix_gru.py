@@ -12,12 +12,11 @@ s' and multiplies it with W1_s, for the latent, and with W_h, for the next step.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping
 from draftsmith.kernels.rollout.input_gates import check_keys, tile_depth
+from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import key_ids_in_kernel
 
 MAX_WIDTH = 8192

@@ -1,11 +1,10 @@
 """The kernels of `slot_state`: one program a row."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.state import slot_state
+from draftsmith.kernels.triton import tl, triton
 
 # The layout of a report, as kernels can read it.
 _HEADER = tl.constexpr(slot_state.REPORT_HEADER)

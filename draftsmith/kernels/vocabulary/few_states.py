@@ -7,11 +7,10 @@ head and states, as the general product rounds it.
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, stages_that_fit
+from draftsmith.kernels.triton import tl, triton
 
 MAX_STATES = 64
 """The most states for which the kernel reads the head faster than the general product does."""

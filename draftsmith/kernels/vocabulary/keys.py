@@ -7,9 +7,9 @@ as 0.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from draftsmith.kernels.triton import tl, triton
 
 _LOW = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF

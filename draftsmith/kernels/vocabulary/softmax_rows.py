@@ -8,9 +8,9 @@ are in `draftsmith.losses.rows`, which picks between them and these kernels.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from draftsmith.kernels.triton import tl, triton
 
 BLOCK = 4096
 PER = 16

@@ -1,11 +1,10 @@
 """The most likely token of each state, straight from the output head: no logits are written."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, shared_memory
+from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.few_states import head_tile_in_kernel
 
 
