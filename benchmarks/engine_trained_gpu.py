@@ -165,7 +165,7 @@ def trained(arguments: argparse.Namespace) -> None:
         accept_length=round(statistics.mean(lengths), 3),
         speculative_over_plain=round(speed.whole / plain_speed.whole, 3),
         speculative_over_plain_without_prefill=round(speed.decoding / plain_speed.decoding, 3),
-        draft_layers=draft.config.num_hidden_layers, block_size=draft.config.block_size, fused=target.fused,
+        draft_layers=draft.config.num_hidden_layers, block_size=draft.config.block.size, fused=target.fused,
     )  # fmt: skip
     bare, bare_speed = measured("speculative, eager prompts", engine(True), few, eager_prompts=True)
     _, bare_plain = measured("plain, eager prompts", engine(False), few, eager_prompts=True)
@@ -222,13 +222,13 @@ def _draft_difference(target: Target, draft: Draft) -> float:
     width = len(draft.config.target_layer_ids) * target.hidden_size
     taps = torch.randn(1, 300, width, device=DEVICE, dtype=draft.dtype)
     start = torch.tensor([300], device=DEVICE)
-    embeddings = target.ends.embedding_rows(torch.arange(100, 100 + draft.config.block_size, device=DEVICE)[None])
+    embeddings = target.ends.embedding_rows(torch.arange(100, 100 + draft.config.block.size, device=DEVICE)[None])
     states = []
     with torch.no_grad():
         for blocks in (DenseBlocks(draft), FusedBlocks(draft)):
             cache = blocks.new_cache(1, 400)
             blocks.append(taps, start - 300, cache)
-            blocks.append(taps[:, : draft.config.block_size], start - 20, cache)  # few rows take another way
+            blocks.append(taps[:, : draft.config.block.size], start - 20, cache)  # few rows take another way
             states.append(blocks.block(embeddings, start, cache, 384).float())
     return float((states[0] - states[1]).norm() / states[0].norm())
 

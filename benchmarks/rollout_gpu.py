@@ -217,7 +217,7 @@ def rollouts(
         for (kind, spread), batch in itertools.product(heads, batches):
             set_output_weight(draft, kind, spread)
             hidden = make_hidden(
-                ends.head_weight, batch, draft.config.block_size, make_tops(kind, batch, draft.config.block_size)
+                ends.head_weight, batch, draft.config.block.size, make_tops(kind, batch, draft.config.block.size)
             )
             anchors = torch.randint(VOCAB, (batch,), device=DEVICE)
             slots = hidden[:, -proposals:].contiguous()

@@ -98,7 +98,7 @@ class Curves:
             tokens = (packed.input_ids, packed.loss_mask, packed.positions, packed.document)
             places = (packed.loss_mask, packed.document, packed.sample_ids, layout, arguments.anchors)
             anchors = sample_anchors(*places, seed=0, epoch=each * step // len(rows))
-            return MicroBatch(packed, build_blocks(*tokens, anchors, layout, config.mask_token_id), Work())
+            return MicroBatch(packed, build_blocks(*tokens, anchors, layout, config.block.mask_token_id), Work())
 
         self.batches = [batch(step) for step in range(until)]
 

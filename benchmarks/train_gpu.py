@@ -146,10 +146,10 @@ def micro_batch(shape: Shape, method: Any, rows: list[list[Record]], section: An
         shape.anchors,
         seed=0,
         epoch=0,
-        visible_slots=method.visible_slots(section, shape.config.block_size),
+        visible_slots=method.visible_slots(section, shape.config.block.size),
     )
     tokens = (packed.input_ids, packed.loss_mask, packed.positions, packed.document)
-    blocks = build_blocks(*tokens, anchors, layout, shape.config.mask_token_id)
+    blocks = build_blocks(*tokens, anchors, layout, shape.config.block.mask_token_id)
     count = sum(len(record.input_ids) for row in rows for record in row)
     return MicroBatch(packed, blocks, Work.of(count, packed.positions, blocks)).to(torch.device("cuda"))
 
@@ -267,9 +267,9 @@ def their_step(shape: Shape, options: Sequence[str]) -> Callable[[Tensor, Tensor
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=config.rope.as_parameters(),
         layer_types=list(config.layer_types),
-        block_size=config.block_size,
+        block_size=config.block.size,
         num_target_layers=config.num_target_layers,
-        dflash_config={"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id},
+        dflash_config={"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.block.mask_token_id},
     )
     described._attn_implementation = "flex_attention"
     with torch.device("cuda"):
@@ -283,7 +283,13 @@ def their_step(shape: Shape, options: Sequence[str]) -> Callable[[Tensor, Tensor
         draft.gradient_checkpointing_enable()
     draft.train()
     model = OnlineDFlashModel(
-        draft, head, embedding, config.mask_token_id, config.block_size, num_anchors=shape.anchors, loss_decay_gamma=7.0
+        draft,
+        head,
+        embedding,
+        config.block.mask_token_id,
+        config.block.size,
+        num_anchors=shape.anchors,
+        loss_decay_gamma=7.0,
     )
     optimizer: Any
     if "plain" in options:

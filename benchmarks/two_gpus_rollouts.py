@@ -131,7 +131,7 @@ def sampler_of(batch: int, kind: str, device: torch.device) -> RowSampler:
 
 def blocks_of(target: Target, draft: Draft, batch: int, kind: str) -> tuple[Blocks, Blocks]:
     generator = torch.Generator(target.device).manual_seed(5)
-    hidden = states(target, batch, draft.config.block_size, kind, generator)
+    hidden = states(target, batch, draft.config.block.size, kind, generator)
     anchors = torch.randint(target.vocab_size, (batch,), device=target.device, generator=generator)
     sampler = sampler_of(batch, kind, target.device)
     shared, own = (Blocks(proposer, hidden, anchors, sampler) for proposer in proposers(target, draft))
@@ -148,7 +148,7 @@ def blocks_beside(call: Call, target: Target, draft: Draft, *, kind: str, graphs
     furthest, seen = 0.0, []
     with torch.no_grad():
         for _ in range(rounds):
-            shared.hidden.copy_(states(target, batch, draft.config.block_size, kind, generator))
+            shared.hidden.copy_(states(target, batch, draft.config.block.size, kind, generator))
             shared.anchors.random_(0, target.vocab_size, generator=generator)
             for blocks in (shared, own):
                 blocks.run() if held is None else held.run(id(blocks), blocks.run)

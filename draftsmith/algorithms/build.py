@@ -4,7 +4,8 @@ from typing import Any, Protocol
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.drafts.config import ROPE_TYPES, DraftConfig, TargetSizes
+from draftsmith.drafts.config import DraftConfig, TargetSizes
+from draftsmith.drafts.rope_config import ROPE_TYPES
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.taps import default_tap_ids
 
@@ -57,7 +58,8 @@ def copied_fields(section: DraftSection, checkpoint: DraftConfig) -> dict[str, A
 
     The head's own fields are named `head.NAME`; fields that are None in the checkpoint as well are left out.
     """
-    copied = {name: getattr(checkpoint, name) for name in _PLAIN_FIELDS if getattr(section, name) is None}
+    found = checkpoint.flat()
+    copied = {name: found[name] for name in _PLAIN_FIELDS if getattr(section, name) is None}
     if section.target_layer_ids is None and section.num_taps is None:
         copied["target_layer_ids"] = checkpoint.target_layer_ids
     if section.rope_theta is None:
@@ -126,7 +128,7 @@ def _fresh(section: DraftSection, target: TargetFacts) -> dict[str, Any]:
 
 def _from_checkpoint(section: DraftSection, checkpoint: DraftConfig) -> dict[str, Any]:
     """The checkpoint's own fields, with the section's rope and taps where it has any."""
-    fields = checkpoint.model_dump()
+    fields = checkpoint.to_dict()
     fields["rope"] = _rope(section) or checkpoint.rope
     fields["target_layer_ids"] = _tap_ids(section, checkpoint.num_target_layers) or checkpoint.target_layer_ids
     if section.num_hidden_layers is not None and section.num_hidden_layers > 0:

@@ -6,8 +6,10 @@ import torch
 
 from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.drafts.backbone import is_added
-from draftsmith.drafts.config import DraftConfig, RopeConfig
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.rope_config import RopeConfig
+from draftsmith.drafts.shapes import BlockShape
 
 QWEN3_8B = DraftConfig(
     architecture="dflash",
@@ -21,8 +23,7 @@ QWEN3_8B = DraftConfig(
     max_position_embeddings=40960,
     rope=RopeConfig(rope_theta=1_000_000.0),
     layer_types=("full_attention",) * 5,
-    block_size=16,
-    mask_token_id=151669,
+    block=BlockShape(size=16, mask_token_id=151669),
     target_layer_ids=(1, 9, 17, 25, 33),
     num_target_layers=36,
 )

@@ -124,7 +124,7 @@ class DFlash(Algorithm):
         return {}
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
-        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_size)
+        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_for("dflash").size)
 
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DFlashObjective(self.block_layout(config), section.objective)

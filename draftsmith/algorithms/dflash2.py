@@ -203,7 +203,7 @@ class DFlash2(Algorithm):
         return {name: getattr(section, name) for name in DFlash2HeadConfig.model_fields}
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
-        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_size)
+        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_for("dflash2").size)
 
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DFlash2Objective(self.block_layout(config), section.objective)

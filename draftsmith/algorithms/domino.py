@@ -189,11 +189,13 @@ class Domino(Algorithm):
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
         shifted = cast(DominoHeadConfig, config.head_config).shift_label
-        return BlockLayout(BlockKind.ANCHOR_FIRST if shifted else BlockKind.ANCHOR_KNOWN, config.block_size)
+        return BlockLayout(
+            BlockKind.ANCHOR_FIRST if shifted else BlockKind.ANCHOR_KNOWN, config.block_for("domino").size
+        )
 
     def serving(self, config: DraftConfig) -> Serving:
         """SGLang verifies block_size tokens whether labels are shifted or not: of shifted ones the last is not used."""
-        return Serving(Served("DFLASH", config.block_size), None)
+        return Serving(Served("DFLASH", config.block_for("domino").size), None)
 
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DominoObjective(self.block_layout(config), section.objective)

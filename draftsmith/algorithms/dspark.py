@@ -246,7 +246,7 @@ class DSpark(Algorithm):
         return {name: value for name, value in fields.items() if value is not None}
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
-        return BlockLayout(BlockKind.ANCHOR_FIRST, config.block_size)
+        return BlockLayout(BlockKind.ANCHOR_FIRST, config.block_for("dspark").size)
 
     def capture(self, config: DraftConfig) -> CaptureLayout:
         return replace(super().capture(config), final_state=True)

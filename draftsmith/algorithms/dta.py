@@ -36,7 +36,7 @@ class DTA(DFlash):
 
     def capture(self, config: DraftConfig) -> CaptureLayout:
         """DFlash's; a block too small to train is refused here, before the target runs."""
-        _check_room(config.block_size)
+        _check_room(config.block_for("dta").size)
         return super().capture(config)
 
     def visible_slots(self, section: Any, block_size: int) -> VisibleSlots:

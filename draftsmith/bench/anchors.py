@@ -109,7 +109,7 @@ def _context(target: Target, draft: Draft, token_ids: Sequence[int]) -> ContextC
     positions = torch.arange(ids.shape[1], device=target.device)[None]
     states = target.forward(ids, positions, tap_ids=draft.config.target_layer_ids, final_state=False)
     blocks = DenseBlocks(draft)
-    context = blocks.new_cache(1, ids.shape[1] + draft.config.block_size)
+    context = blocks.new_cache(1, ids.shape[1] + draft.config.block_for("the comparison by anchors").size)
     assert states.taps is not None
     blocks.append(states.taps, torch.zeros(1, dtype=torch.int64, device=target.device), context)
     return context

@@ -150,7 +150,7 @@ def describe(entry: DraftEntry, options: BenchOptions, memory_bytes: dict[int, i
         directory=None if entry.directory is None else str(entry.directory),
         method=config.architecture,
         layers=config.num_hidden_layers,
-        block_size=config.block_size,
+        block_size=0 if config.block is None else config.block.size,
         proposals=proposals(entry.draft, engine),
         engine=engine.model_dump(mode="json", exclude_defaults=True),
         memory_bytes=memory_bytes,

@@ -238,8 +238,9 @@ def _equality(equal: int | None, plain: int | None, length: int, at_width: bool 
 def _setting_table(report: BenchReport) -> str:
     rows = [(name, str(value)) for name, value in report.setting.items()]
     for draft in report.drafts:
+        blocks = f"blocks of {draft.block_size}, " if draft.block_size else ""
         described = (
-            f"{draft.method}, {plural(draft.layers, 'layer', 'layers')}, blocks of {draft.block_size}, "
+            f"{draft.method}, {plural(draft.layers, 'layer', 'layers')}, {blocks}"
             f"{plural(draft.proposals, 'proposal', 'proposals')}"
         )
         own = f", {draft.engine}" if draft.engine else ""

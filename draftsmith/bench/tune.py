@@ -80,7 +80,7 @@ def shapes(draft: Draft, block_sizes: Sequence[int] | None = None) -> list[Shape
 
     Sizes that the draft's head has no room in are left out, unless `block_sizes` asks for them, which is an error.
     """
-    trained = draft.config.block_size
+    trained = draft.config.block_for("tune").size
     wanted = block_sizes or sorted({max(2, round(trained * share)) for share in (1, 0.75, 0.5, 0.25)}, reverse=True)
     found = []
     for size in wanted:
@@ -158,7 +158,7 @@ def tune(
         say(line)
     return Tuning(
         method=draft.config.architecture,
-        trained_block_size=draft.config.block_size,
+        trained_block_size=draft.config.block_for("tune").size,
         block_size=best.shape.block_size,
         engine=options.engine.model_copy(update={"num_proposals": best.shape.num_proposals}),
         found={

@@ -17,7 +17,8 @@ def anchor_block_inputs(anchor_ids: Tensor, config: DraftConfig, ends: TargetEnd
     Blocks that show more are `build_blocks`'s. The engine makes the same ids along with its verify's positions
     (`kernels.state.slot_state.open_step`).
     """
-    masks = anchor_ids.new_full((len(anchor_ids), config.block_size - 1), config.mask_token_id)
+    block = config.block_for("a block of masked slots")
+    masks = anchor_ids.new_full((len(anchor_ids), block.size - 1), block.mask_token_id)
     return ends.embedding_rows(torch.cat((anchor_ids[:, None], masks), dim=1))
 
 

@@ -376,11 +376,12 @@ def block_runner(draft: Draft) -> BlockRunner:
     modules. Where those run on a CUDA device the log says so, once a call."""
     if draft.device.type != "cuda":
         return DenseBlocks(draft)
-    if draft.config.block_size > _FUSED_BLOCK_SIZE:
+    block_size = draft.config.block_for("decoding").size
+    if block_size > _FUSED_BLOCK_SIZE:
         _log.warning(
             "the draft's blocks have %d slots and the fused pass takes up to %d: the draft's own modules run, which is "
             "slower; decode with a smaller block (tune finds one), or train one",
-            draft.config.block_size,
+            block_size,
             _FUSED_BLOCK_SIZE,
         )
         return DenseBlocks(draft)

@@ -19,6 +19,7 @@ from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distributi
 from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.shapes import BlockShape
 from draftsmith.targets.ends import TokenChoice
 from draftsmith.targets.target import Target, TargetStates
 
@@ -31,6 +32,11 @@ class Drafting:
     layout: BlockLayout
     blocks: BlockRunner
     proposer: Proposer
+
+    @property
+    def block(self) -> BlockShape:
+        """Size and mask token of the draft's blocks."""
+        return self.draft.config.block_for("decoding")
 
 
 @dataclass
@@ -51,7 +57,7 @@ class Stepper:
     @property
     def reach(self) -> int:
         """Cache positions from a row's anchor on that a step touches."""
-        return self.width if self.drafting is None else max(self.width, self.drafting.draft.config.block_size)
+        return self.width if self.drafting is None else max(self.width, self.drafting.block.size)
 
     @torch.no_grad()
     def step(self, slots: Slots, extent: int, bounds: SamplingBounds) -> None:
@@ -63,10 +69,10 @@ class Stepper:
             anchors, ids, positions = state.open(width=self.width, block=self.width, filler=0, window=window)
             proposals = None
         else:
-            config = self.drafting.draft.config
+            shape = self.drafting.block
             # Block ids: the anchor, then masks (DFlash, arXiv 2602.06036).
             anchors, block, positions = state.open(
-                width=self.width, block=config.block_size, filler=config.mask_token_id, window=window
+                width=self.width, block=shape.size, filler=shape.mask_token_id, window=window
             )
             proposals = self._propose(self.drafting, slots, anchors, block, extent, sampling)
             ids = torch.cat((block[:, :1], proposals.token_ids), dim=1)  # [slots, w]

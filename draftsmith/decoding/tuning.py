@@ -56,7 +56,7 @@ class Tuning(BaseModel):
 
         Raises `DraftsmithError` where the settings are for another draft.
         """
-        own = (draft.config.architecture, draft.config.block_size)
+        own = (draft.config.architecture, draft.config.block_for("tuned.json").size)
         if own != (self.method, self.trained_block_size):
             raise DraftsmithError(
                 f"the settings are for a {self.method} draft with blocks of {self.trained_block_size}, and this is a "

@@ -2,10 +2,10 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ValidationError, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
 
 from draftsmith.errors import DraftsmithError
 
@@ -16,14 +16,17 @@ class DraftConfigError(DraftsmithError):
     """A draft configuration that cannot be right, or that does not fit its target."""
 
 
-def integer(minimum: int) -> BeforeValidator:
-    """An integer of at least `minimum` that a size can be; bools, floats and strings are refused."""
+def integer(minimum: int, name: str | None = None) -> BeforeValidator:
+    """An integer of at least `minimum` that a size can be; bools, floats and strings are refused.
+
+    name: what errors call the field, if not by its own name.
+    """
 
     def check(value: Any, info: ValidationInfo) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(f"{info.field_name} is {value!r}; allowed: an integer >= {minimum}")
+            raise ValueError(f"{name or info.field_name} is {value!r}; allowed: an integer >= {minimum}")
         if value > _LARGEST:
-            raise ValueError(f"{info.field_name} is {value!r}; allowed: an integer <= {_LARGEST}")
+            raise ValueError(f"{name or info.field_name} is {value!r}; allowed: an integer <= {_LARGEST}")
         return value
 
     return BeforeValidator(check)
@@ -78,12 +81,40 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def describe(error: ValidationError, subject: str, known: Iterable[str]) -> str:
-    """One line per fault that pydantic found in `subject`, each naming field, value and what is allowed."""
+class Checked(BaseModel):
+    """A frozen model whose every fault is a `DraftConfigError`, raised by whichever way it is built."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    subject: ClassVar[str]
+    """What errors call the model."""
+    other_names: ClassVar[Mapping[tuple[str, ...], str]] = {}
+    """Place of a nested field -> what errors call it."""
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise DraftConfigError(describe(error, self.subject, self.known_fields(), self.other_names)) from None
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """The names that may be given."""
+        return list(cls.model_fields)
+
+
+def describe(
+    error: ValidationError, subject: str, known: Iterable[str], names: Mapping[tuple[str, ...], str] | None = None
+) -> str:
+    """One line per fault that pydantic found in `subject`, each naming field, value and what is allowed.
+
+    names: what a field is called, by its place, if not by that.
+    """
     known = list(known)
     lines = []
     for fault in error.errors():
-        name = ".".join(map(str, fault["loc"]))
+        place = tuple(map(str, fault["loc"]))
+        name = (names or {}).get(place, ".".join(place))
         if fault["type"] == "missing":
             lines.append(f"{name} is missing; {subject} needs it and it has no default")
         elif fault["type"] == "extra_forbidden":

@@ -4,103 +4,23 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Protocol, Self
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from draftsmith.base.dtypes import DTYPES
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.drafts.checks import (
     Bool,
+    Checked,
     DraftConfigError,
     PositiveFloat,
     PositiveInt,
-    describe,
-    integer,
-    number,
     one_of,
 )
 from draftsmith.drafts.heads import HEADS, HeadConfig
+from draftsmith.drafts.rope_config import RopeConfig
+from draftsmith.drafts.shapes import FLAT_NAMES, BlockShape, VocabularyShape
 from draftsmith.layouts.attention_fields import FULL, SLIDING, is_causal
 from draftsmith.targets.taps import tap_fault
-
-
-class _Checked(BaseModel):
-    """A frozen model whose every fault is a `DraftConfigError`, raised by whichever way it is built."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise DraftConfigError(describe(error, _SUBJECTS[type(self).__name__], type(self).model_fields)) from None
-
-
-_SUBJECTS = {"RopeConfig": "the draft's rope", "DraftConfig": "the draft configuration"}
-_SCALED = frozenset({"factor", "original_max_position_embeddings", "attention_factor"})
-_ROPE_FIELDS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "yarn": _SCALED | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
-}
-_ROPE_REQUIRED: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "yarn": frozenset({"factor"}),
-    "llama3": _ROPE_FIELDS["llama3"],
-}
-
-
-ROPE_TYPES = tuple(_ROPE_FIELDS)
-"""The kinds of rope that a draft may have."""
-
-
-class RopeConfig(_Checked):
-    """Rotary embedding, in the fields of Hugging Face's `rope_parameters` (`layouts` turns older spellings into
-    them)."""
-
-    rope_theta: PositiveFloat
-    rope_type: Annotated[str, one_of(lambda: _ROPE_FIELDS)] = "default"
-    partial_rotary_factor: PositiveFloat = 1.0
-    factor: Annotated[float | None, number(minimum=1.0)] = None
-    original_max_position_embeddings: PositiveInt | None = None
-    attention_factor: PositiveFloat | None = None
-    beta_fast: PositiveFloat | None = None
-    beta_slow: PositiveFloat | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-    mscale: PositiveFloat | None = None
-    mscale_all_dim: PositiveFloat | None = None
-    truncate: Bool | None = None
-
-    @property
-    def theta(self) -> float:
-        """The base of the frequencies."""
-        return self.rope_theta
-
-    @property
-    def type(self) -> str:
-        """The kind of scaling: default, linear, yarn or llama3."""
-        return self.rope_type
-
-    def as_parameters(self) -> dict[str, Any]:
-        """The `rope_parameters` dictionary that transformers reads."""
-        return self.model_dump(exclude_none=True)
-
-    @model_validator(mode="after")
-    def _fits_its_type(self) -> Self:
-        if self.partial_rotary_factor > 1.0:
-            raise ValueError(f"partial_rotary_factor is {self.partial_rotary_factor}; allowed: a number in (0, 1]")
-        common = {"rope_theta", "rope_type", "partial_rotary_factor"}
-        given = {name for name in type(self).model_fields if getattr(self, name) is not None} - common
-        allowed, required = _ROPE_FIELDS[self.rope_type], _ROPE_REQUIRED[self.rope_type]
-        if missing := required - given:
-            raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(sorted(missing))}, which is missing")
-        if strange := given - allowed:
-            values = ", ".join(f"{name} = {getattr(self, name)!r}" for name in sorted(strange))
-            wanted = ", ".join(sorted(allowed)) or "none"
-            raise ValueError(f"rope_type {self.rope_type!r} does not use {values}; fields of this type: {wanted}")
-        return self
 
 
 def _sequence(value: Any, info: ValidationInfo) -> Any:
@@ -117,14 +37,22 @@ def _layer_ids(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     return ids
 
 
-class DraftConfig(_Checked):
+class DraftConfig(Checked):
     """Canonical configuration of a draft network (see `layouts` for how files spell the fields).
 
     Every fault raises `DraftConfigError`, which names the field, the value and what is allowed. `dtype` is the dtype
     of the exported weights; the parameters in memory may be wider. `causal` overrides, for all layers, whether slots
     of a block see later slots (None: full layers do, sliding layers do not). `head` holds the fields of the
-    architecture's head, checked by the head's own typed configuration (`head_config`).
+    architecture's head, checked by the head's own typed configuration (`head_config`). `block` is the block of masked
+    slots of drafts that decode one, and `vocabulary` that of drafts which know a part of the target's tokens only;
+    without it the target's output head is the draft's.
+
+    Dictionaries are flat, going in and coming out: `block_size`, `mask_token_id` and `draft_vocab_size` stand beside
+    the other fields.
     """
+
+    subject = "the draft configuration"
+    other_names = FLAT_NAMES
 
     architecture: Annotated[str, one_of(lambda: HEADS)]
     hidden_size: PositiveInt
@@ -144,8 +72,8 @@ class DraftConfig(_Checked):
     attention_sinks: Bool = False
     initializer_range: PositiveFloat = 0.02
     dtype: Annotated[str, one_of(lambda: DTYPES)] = "bfloat16"
-    block_size: Annotated[int, integer(2)]
-    mask_token_id: Annotated[int, integer(0)]
+    block: BlockShape | None = None
+    vocabulary: VocabularyShape | None = None
     target_layer_ids: Annotated[tuple[int, ...], BeforeValidator(_layer_ids)]
     num_target_layers: PositiveInt
     output_multiplier: PositiveFloat = 1.0
@@ -159,18 +87,35 @@ class DraftConfig(_Checked):
         return config if isinstance(config, DraftConfig) else cls(**config)
 
     def replace(self, **changes: Any) -> "DraftConfig":
-        """A copy with some fields changed, validated again."""
+        """A copy with some fields changed (by their flat names), validated again."""
         return DraftConfig(**{**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """The canonical dictionary (JSON types; fields that are None are left out); `parse` gives the same back."""
-        return self.model_dump(mode="json", exclude_none=True)
+        return _flattened(self.model_dump(mode="json", exclude_none=True))
+
+    def flat(self) -> dict[str, Any]:
+        """Every field's value by its flat name, None included."""
+        return _flattened({name: getattr(self, name) for name in type(self).model_fields})
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return list(_flattened(dict.fromkeys(cls.model_fields)))
+
+    def block_for(self, user: str) -> BlockShape:
+        """The draft's block, for what cannot do without one (`user` begins the error's sentence)."""
+        if self.block is None:
+            raise DraftConfigError(
+                f"{user} needs a draft that fills blocks of masked slots, and a draft of architecture "
+                f"{self.architecture!r} has no block (block_size, mask_token_id)"
+            )
+        return self.block
 
     def meaning(self) -> dict[str, Any]:
         """What the configuration says, however it is spelt: field -> value, with who sees whom (`attention`) in place
         of the fields that make it up, and the head with its defaults."""
         spelt = {"layer_types", "sliding_window", "causal", "head"}
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in spelt}
+        fields = {name: value for name, value in self.flat().items() if name not in spelt}
         return {**fields, "attention": self.attention_kinds, "head": self.head_config}
 
     @property
@@ -199,6 +144,20 @@ class DraftConfig(_Checked):
         """`dtype` as torch's."""
         return DTYPES[self.dtype]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _gathered(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields of block and vocabulary from a flat dictionary put where they belong."""
+        gathered, parts = dict(fields), dict[str, dict[str, Any]]()
+        for (part, name), flat in FLAT_NAMES.items():
+            if flat in fields:
+                parts.setdefault(part, {})[name] = gathered.pop(flat)
+        for part, given in parts.items():
+            if fields.get(part) is not None:
+                raise ValueError(f"{part} is {fields[part]!r}, and its fields are given beside it too; write it once")
+            gathered[part] = given
+        return gathered
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         for fault in self._disagreements():
@@ -207,6 +166,7 @@ class DraftConfig(_Checked):
 
     def _disagreements(self) -> Iterable[str]:
         """Faults that no field shows alone."""
+        yield from self._faults_of_parts()
         if self.num_attention_heads % self.num_key_value_heads:
             yield (
                 f"num_attention_heads is {self.num_attention_heads}; allowed: a multiple of num_key_value_heads, "
@@ -227,17 +187,46 @@ class DraftConfig(_Checked):
                 yield f"layer_types holds {layer_type!r}; allowed: {FULL!r}, {SLIDING!r}"
         if SLIDING in self.layer_types and self.sliding_window is None:
             yield f"sliding_window is None, but layer_types has {SLIDING!r}; allowed: an integer >= 1"
-        if self.mask_token_id >= self.vocab_size:
-            yield (
-                f"mask_token_id is {self.mask_token_id}; allowed: an id below vocab_size, which is {self.vocab_size} "
-                "(an unused id of the target's vocabulary)"
-            )
         fault = tap_fault(self.target_layer_ids, self.num_target_layers, "target_layer_ids")
         if fault is not None:
             yield fault
         head = HEADS[self.architecture].parse(self.head)
         if head is not None:
             yield from head.disagreements(self)
+
+    def _faults_of_parts(self) -> Iterable[str]:
+        """Faults of block and vocabulary against the rest."""
+        spec = HEADS[self.architecture]
+        if self.block is None and spec.needs_block:
+            for name in ("block_size", "mask_token_id"):
+                yield f"{name} is missing; {self.subject} needs it and it has no default"
+        if self.block is not None and self.block.mask_token_id >= self.vocab_size:
+            yield (
+                f"mask_token_id is {self.block.mask_token_id}; allowed: an id below vocab_size, which is "
+                f"{self.vocab_size} (an unused id of the target's vocabulary)"
+            )
+        if self.vocabulary is not None and not spec.own_vocabulary:
+            yield (
+                f"draft_vocab_size is {self.vocabulary.size}; allowed for {self.architecture!r}: none, since its "
+                "drafts use the target's output head"
+            )
+        if self.vocabulary is not None and self.vocabulary.size > self.vocab_size:
+            yield (
+                f"draft_vocab_size is {self.vocabulary.size}; allowed: 1 to {self.vocab_size}, the target's tokens "
+                "(vocab_size)"
+            )
+
+
+def _flattened(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields by their flat names: those of block and vocabulary in the place of these."""
+    flat: dict[str, Any] = {}
+    for field, value in fields.items():
+        inner = {name: flat_name for (part, name), flat_name in FLAT_NAMES.items() if part == field}
+        for name, flat_name in inner.items():
+            flat[flat_name] = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        if not inner:
+            flat[field] = value
+    return flat
 
 
 class TargetSizes(Protocol):

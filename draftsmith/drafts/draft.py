@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from draftsmith.base.devices import resolve_device
 from draftsmith.base.dtypes import parse_dtype
@@ -15,6 +16,7 @@ from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.heads import HEADS
+from draftsmith.drafts.vocabulary import DraftVocabulary
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import TargetParts, read_directory, write_directory
 
@@ -23,17 +25,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+HeadT = TypeVar("HeadT", default=Any)
+"""The module of a draft's head, or None."""
+
 
 class DraftWeightsError(DraftsmithError):
     """Weights that do not belong to the configured network, or that are not finite: every fault in one message."""
 
 
-class Draft(nn.Module):
-    """The network that proposes blocks. It owns no vocabulary: embeddings and the output head are the target's.
+class Draft(nn.Module, Generic[HeadT]):
+    """The network that proposes tokens: a backbone and, by its architecture, a `head` (`Draft[DominoHead]`; None for
+    one without).
 
-    Parameters are named as in files of the z-lab layout, after a first component that says whether they belong to the
-    `backbone` or to the `head`.
+    Embeddings are the target's, and so is the output head, unless the draft has a `vocabulary` of its own: rows for a
+    part of the target's tokens. Parameters are named as in files of the z-lab layout, after a first component that says
+    whether they belong to the `backbone`, to the `head` or to the `vocabulary`.
     """
+
+    head: HeadT
+    vocabulary: DraftVocabulary | None
 
     def __init__(self, config: DraftConfig) -> None:
         """The modules with parameters not set; use `from_config` or `load`."""
@@ -41,7 +51,10 @@ class Draft(nn.Module):
         spec = HEADS[config.architecture]
         self.config = config
         self.backbone = Backbone(config, spec.wrappers)
-        self.head = spec.build(config) if spec.build is not None else None
+        self.head = spec.build(config) if spec.build is not None else None  # type: ignore[assignment]  # by architecture
+        self.vocabulary = None
+        if config.vocabulary is not None:
+            self.vocabulary = DraftVocabulary(config.vocabulary.size, config.hidden_size, config.vocab_size)
 
     @classmethod
     def from_config(cls, config: DraftConfig | dict[str, Any], *, generator: torch.Generator | None = None) -> "Draft":
@@ -103,8 +116,10 @@ class Draft(nn.Module):
         check_weights(draft, canonical.tensors, str(directory))
         kept_dtype = wanted_dtype or config.torch_dtype
         state = {
-            name: canonical.tensors[file_name(name)].to(device=resolved_device, dtype=kept_dtype, copy=True)
-            for name in draft.state_dict()
+            name: canonical.tensors[file_name(name)].to(
+                device=resolved_device, dtype=kept_dtype if wanted.is_floating_point() else wanted.dtype, copy=True
+            )
+            for name, wanted in draft.state_dict().items()
         }
         draft.load_state_dict(state, assign=True)
         return draft.to(resolved_device)
@@ -126,8 +141,10 @@ class Draft(nn.Module):
         the layout cannot express the draft.
         """
         tensors = {
-            file_name(name): parameter.detach().to(device="cpu", dtype=self.config.torch_dtype)
-            for name, parameter in self.state_dict().items()
+            file_name(name): tensor.detach().to(
+                device="cpu", dtype=self.config.torch_dtype if tensor.is_floating_point() else tensor.dtype
+            )
+            for name, tensor in self.state_dict().items()
         }
         if faults := _not_finite(tensors):
             raise DraftWeightsError(f"the draft is not written to {directory}:\n" + "\n".join(faults))
@@ -138,12 +155,12 @@ class Draft(nn.Module):
 
         Raises `DraftsmithError` for more, and `DraftConfigError` where its head needs more than are left.
         """
-        if block_size == self.config.block_size:
+        trained = self.config.block_for("a change of block_size").size
+        if block_size == trained:
             return self
-        if block_size > self.config.block_size:
+        if block_size > trained:
             raise DraftsmithError(
-                f"block_size is {block_size}, and the draft was trained with {self.config.block_size}; choose a size "
-                "up to that"
+                f"block_size is {block_size}, and the draft was trained with {trained}; choose a size up to that"
             )
         view = copy(self)
         view.config = self.config.replace(block_size=block_size)
@@ -197,23 +214,29 @@ class Draft(nn.Module):
         ends: "TargetEnds",
         product: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear,
     ) -> Tensor:
-        """Unary logits of slots: hidden [..., H] -> [..., V].
+        """Unary logits of slots: hidden [..., H] -> [..., V], or [..., V'] in the order of the draft's own vocabulary.
 
-        The target's own output head (soft-cap included, if it has one), then the draft's `output_multiplier` and
-        `final_logit_softcapping` c: c * tanh(logits / c). product: what multiplies states with the head.
+        The target's own output head (soft-cap included, if it has one) or the rows of the draft's vocabulary, then the
+        draft's `output_multiplier` and `final_logit_softcapping` c: c * tanh(logits / c). product: what multiplies
+        states with the head.
         """
-        logits = ends.project(hidden.to(ends.head_weight.dtype), product)
+        if self.vocabulary is not None:
+            logits = self.vocabulary.logits(hidden, product)
+        else:
+            logits = ends.project(hidden.to(ends.head_weight.dtype), product)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def argmax(self, hidden: Tensor, ends: "TargetEnds") -> Tensor:
-        """The most likely token of slots, ties to the lowest id: hidden [..., H] -> [...] int64.
+        """The most likely token of slots, by the target's ids, ties to the lowest: hidden [..., H] -> [...] int64.
 
         A multiplier or a soft-cap of the draft's own can make equal what was not, by rounding; without them the
         target's head need not write any logits.
         """
+        if self.vocabulary is not None:
+            return self.vocabulary.target_ids(self.logits(hidden, ends).argmax(-1))
         if self.config.output_multiplier != 1.0 or self.config.final_logit_softcapping is not None:
             return self.logits(hidden, ends).argmax(-1)
         return ends.argmax(hidden.to(ends.head_weight.dtype)).ids
@@ -234,9 +257,15 @@ def check_weights(draft: Draft, tensors: dict[str, Tensor], source: str) -> None
         found = tensors[name]
         if found.shape != wanted[name].shape:
             faults.append(f"wrong shape: {name} is {list(found.shape)}; wanted {list(wanted[name].shape)}")
-        if found.dtype != draft.config.torch_dtype:
+        if not wanted[name].is_floating_point():
+            if found.dtype != wanted[name].dtype:
+                faults.append(f"wrong dtype: {name} is {found.dtype}; wanted {wanted[name].dtype}")
+        elif found.dtype != draft.config.torch_dtype:
             faults.append(f"wrong dtype: {name} is {found.dtype}; the configuration declares {draft.config.dtype}")
     faults += _not_finite(tensors)
+    ids = tensors.get("draft_ids")
+    if not faults and draft.vocabulary is not None and ids is not None and (fault := draft.vocabulary.fault(ids)):
+        faults.append(fault)
     if faults:
         raise DraftWeightsError(f"{source}: the weights are not those of the configured draft:\n" + "\n".join(faults))
 

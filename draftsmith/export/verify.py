@@ -66,14 +66,15 @@ def block_logits(draft: Draft, ends: TargetEnds, seed: int) -> dict[str, Tensor]
     themselves."""
     config = draft.config
     generator = torch.Generator().manual_seed(seed)
+    block_size = config.block_for("the check of an exported draft").size
     width = len(config.target_layer_ids) * config.hidden_size
     features = torch.randn(_ROWS, _CONTEXT, width, generator=generator).to(draft.dtype)
     anchors = torch.tensor([_CONTEXT, _CONTEXT - 4])
     anchor_ids = torch.randint(config.vocab_size, (_ROWS,), generator=generator)
-    positions = anchors[:, None] + torch.arange(config.block_size)
+    positions = anchors[:, None] + torch.arange(block_size)
 
     context = draft.context_keys_values(features, torch.arange(_CONTEXT).expand(_ROWS, -1))
-    attend = block_masks(anchors, _CONTEXT, config.block_size, draft.attention_kinds)
+    attend = block_masks(anchors, _CONTEXT, block_size, draft.attention_kinds)
     embeddings = anchor_block_inputs(anchor_ids, config, ends)  # [rows, B, H]
     hidden = draft(embeddings[:, None], positions[:, None], context, attend)[:, 0]  # [rows, B, H]
 

@@ -154,7 +154,7 @@ def training_facts(path: Path) -> dict[str, Any]:
     config = record.draft_config
     rows: dict[str, Any] = {
         "method": record.draft_section["algorithm"],
-        "draft": f"{config['num_hidden_layers']} layers, block {config['block_size']}, hidden {config['hidden_size']}",
+        "draft": _shape(DraftConfig.parse(config)),
         "tapped layers": list(config["target_layer_ids"]),
         "target": record.target["source"],
         "feature store": f"{record.store_directory} (index {record.store[:12]})",
@@ -178,9 +178,9 @@ def draft_facts(path: Path) -> dict[str, Any]:
     return {
         "layout": draft.layout,
         "method": config["architecture"],
-        "block size": config["block_size"],
+        **({"block size": config["block_size"]} if "block_size" in config else {}),
         **{name: config[name] for name in shape},
-        "mask token": config["mask_token_id"],
+        **({"mask token": config["mask_token_id"]} if "mask_token_id" in config else {}),
         "tapped layers": f"{list(config['target_layer_ids'])} of {config['num_target_layers']}",
         "vocabulary": f"{config['vocab_size']:,}",
         "rope": config["rope"],
@@ -213,6 +213,11 @@ def run_overview(path: Path) -> RenderableType:
     return Group(facts(f"run {path}", {"stages": ", ".join(stages), **files}), *parts)
 
 
+def _shape(config: DraftConfig) -> str:
+    block = "" if config.block is None else f", block {config.block.size}"
+    return f"{config.num_hidden_layers} layers, hidden {config.hidden_size}{block}"
+
+
 def algorithm_table(recipe: Recipe | None = None) -> RenderableType:
     """Every method, and what it costs in the dimensions of a recipe's draft (None: the published one of Qwen3-8B).
 
@@ -221,8 +226,7 @@ def algorithm_table(recipe: Recipe | None = None) -> RenderableType:
     base = QWEN3_8B if recipe is None else recipe_draft(recipe)
     dtype = STORE_DTYPES["bfloat16" if recipe is None else recipe.capture.dtype]
     of = "Qwen3-8B" if recipe is None else recipe.target.path
-    shape = f"{base.num_hidden_layers} layers, hidden {base.hidden_size}, block {base.block_size}"
-    table = Table(title=f"Methods, for a draft of {of}: {shape}", title_justify="left", show_lines=False)
+    table = Table(title=f"Methods, for a draft of {of}: {_shape(base)}", title_justify="left", show_lines=False)
     table.add_column("draft.algorithm", no_wrap=True)
     for column in ("bytes a token", "proposals", "parameters", "its own"):  # 80 columns hold them whole
         table.add_column(column, justify="right", no_wrap=True)

@@ -133,14 +133,15 @@ def train(
             f"{run_dir} has reached step {latest.position.step}, and this recipe ends at step {total_steps}; raise "
             "train.max_steps or train.epochs"
         )
+    block = config.block_for("training")
     sampler = BlockSampler(
         source,
         method.block_layout(config),
-        config.mask_token_id,
+        block.mask_token_id,
         tokens_per_row=options.tokens_per_row,
         num_anchors=options.num_anchors,
         seed=options.seed,
-        visible_slots=method.visible_slots(draft_section, config.block_size),
+        visible_slots=method.visible_slots(draft_section, block.size),
     )
     workers = options.workers(device)
     batches = TrainingBatches(plan, sampler, training, rank=rank, num_ranks=ranks, workers=workers, device=device)
@@ -284,17 +285,18 @@ def _resolved_attention(
     options: TrainOptions, device: torch.device, config: DraftConfig, autocast: torch.dtype | None
 ) -> AttentionBackend:
     group = config.num_attention_heads // config.num_key_value_heads
+    block_size = config.block_for("attention of blocks").size
     if options.attention != "auto":
         attention = AttentionBackend(options.attention)
         if attention is AttentionBackend.ANCHORED:
-            check_anchored(config.head_dim, group, config.block_size)
+            check_anchored(config.head_dim, group, block_size)
         return attention
     attention = AttentionBackend.DENSE
     if device.type == "cuda":
         from draftsmith.kernels.device import shared_memory
 
         memory = shared_memory(device)
-        taken = takes(config.head_dim, autocast or torch.float32, group, config.block_size, memory)
+        taken = takes(config.head_dim, autocast or torch.float32, group, block_size, memory)
         attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX
     _log.info("train.attention: auto -> %s on %s", attention, device)
     return attention

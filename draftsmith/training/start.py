@@ -87,8 +87,14 @@ def _warm_lines(warm: WarmStart, section: DraftSection, config: DraftConfig) -> 
 def _described(config: DraftConfig) -> str:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Draft(config).parameters())
-    return (
-        f"{config.architecture}, {config.num_hidden_layers} layers of width {config.hidden_size}, blocks of "
-        f"{config.block_size}, tapped layers {list(config.target_layer_ids)} of {config.num_target_layers}, mask token "
-        f"{config.mask_token_id}, {parameters:,} parameters"
+    block = config.block
+    return ", ".join(
+        (
+            config.architecture,
+            f"{config.num_hidden_layers} layers of width {config.hidden_size}",
+            *(() if block is None else (f"blocks of {block.size}",)),
+            f"tapped layers {list(config.target_layer_ids)} of {config.num_target_layers}",
+            *(() if block is None else (f"mask token {block.mask_token_id}",)),
+            f"{parameters:,} parameters",
+        )
     )

@@ -72,11 +72,11 @@ class WarmStart:
         The head's fields are compared where both have the same kind of head; a head that only one of them has shows in
         the tensors.
         """
+        there, here = self.config.flat(), config.flat()
         return {
-            name: (found, wanted)
+            name: (there[name], here[name])
             for name in (*_DEGRADES, *_FREE)
-            if (found := getattr(self.config, name)) != (wanted := getattr(config, name))
-            and (name != "head" or self.config.architecture == config.architecture)
+            if there[name] != here[name] and (name != "head" or self.config.architecture == config.architecture)
         }
 
     def warnings(self, config: DraftConfig, fit: Fit) -> list[str]:
@@ -129,8 +129,9 @@ class WarmStart:
                 faults.append(f"{name}: found {list(tensor.shape)}, not part of the configured draft")
             elif tensor.shape != wanted[name][1].shape:
                 faults.append(f"{name}: found {list(tensor.shape)}, wanted {list(wanted[name][1].shape)}")
-            elif not tensor.is_floating_point():
-                faults.append(f"{name}: found {tensor.dtype}, wanted floating-point numbers")
+            elif tensor.is_floating_point() != wanted[name][1].is_floating_point():
+                kind = "floating-point numbers" if wanted[name][1].is_floating_point() else "integers"
+                faults.append(f"{name}: found {tensor.dtype}, wanted {kind}")
             elif not torch.isfinite(tensor).all():
                 faults.append(f"{name}: found NaN or Inf, wanted finite numbers")
         faults.sort()

@@ -33,9 +33,9 @@ def block_hidden(
     draft: Draft, ends: TargetEnds, document: Document, features: Tensor, anchor: int, visible: int
 ) -> Tensor:
     """Final states [B, H] of the block of `document` anchored at `anchor`; features [length, T*H]."""
-    size, length = draft.config.block_size, len(document.ids)
+    size, length = draft.config.block.size, len(document.ids)
     ids = [
-        document.ids[anchor + k] if k < visible and anchor + k < length else draft.config.mask_token_id
+        document.ids[anchor + k] if k < visible and anchor + k < length else draft.config.block.mask_token_id
         for k in range(size)
     ]
     positions = torch.arange(anchor, anchor + size)
@@ -62,7 +62,7 @@ def objective(
     weigh: Weigh,
 ) -> Sums:
     """documents: (document, features, its blocks as (anchor, visible slots))."""
-    labels = draft.config.block_size - 1
+    labels = draft.config.block.size - 1
     sums = Sums(torch.zeros(()), correct=[0] * labels, counted=[0] * labels)
     for document, features, blocks in documents:
         for anchor, visible in blocks:

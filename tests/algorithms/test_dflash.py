@@ -41,7 +41,7 @@ def features_of(batch: Batch, draft: Draft, seed: int = 0) -> Tensor:
 
 def anchors_for(batch: Batch, draft: Draft, section: Any, num_anchors: int = 5) -> Anchors:
     method = algorithm(section.algorithm)
-    visible = method.visible_slots(section, draft.config.block_size)
+    visible = method.visible_slots(section, draft.config.block.size)
     return anchors_of(batch, method.block_layout(draft.config), num_anchors, visible_slots=visible)
 
 

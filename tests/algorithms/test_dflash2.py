@@ -78,7 +78,7 @@ class Reference:
     """Sums of the objective, block by block."""
 
     def __init__(self, draft: Draft, target: Target, documents: list[Any], weigh: reference.Weigh, share: float):
-        labels, top_k = draft.config.block_size - 1, selector_of(draft).top_k
+        labels, top_k = draft.config.block.size - 1, selector_of(draft).top_k
         self.numerator, self.weights, self.blocks = torch.zeros(()), 0.0, 0
         self.accepted = {"": 0, "base_": 0}
         self.correct = {"": [0] * labels, "base_": [0] * labels}

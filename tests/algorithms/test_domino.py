@@ -80,7 +80,7 @@ def block_logits(target: Target, draft: Draft, hidden: Tensor, tokens: list[int]
     first_slot = 0 if fields["shift_label"] else 1
     w1, w2 = draft.head.embed_proj[0].weight, draft.head.embed_proj[2].weight
     state, found = torch.zeros(fields["gru_hidden_dim"]), []
-    for j in range(min(draft.config.block_size - first_slot, len(tokens))):
+    for j in range(min(draft.config.block.size - first_slot, len(tokens))):
         x = target.ends.embedding_weight[tokens[j]] * draft.config.input_embedding_scale
         state = read_token(draft, state, x)
         h = hidden[first_slot + j]

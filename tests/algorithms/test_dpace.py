@@ -74,10 +74,10 @@ def test_specforge_computes_the_same_sum(variant: str) -> None:
             rope_parameters={"rope_type": "default", "rope_theta": config.rope.rope_theta},
             max_position_embeddings=512,
             attn_implementation="sdpa",
-            block_size=config.block_size,
+            block_size=config.block.size,
             num_target_layers=config.num_target_layers,
             dflash_config={
-                "mask_token_id": config.mask_token_id,
+                "mask_token_id": config.block.mask_token_id,
                 "target_layer_ids": list(config.target_layer_ids),
             },
         )
@@ -89,8 +89,8 @@ def test_specforge_computes_the_same_sum(variant: str) -> None:
         peer.eval(),
         head,
         torch.nn.Embedding.from_pretrained(target.ends.embedding_weight),
-        mask_token_id=config.mask_token_id,
-        block_size=config.block_size,
+        mask_token_id=config.block.mask_token_id,
+        block_size=config.block.size,
         attention_backend="sdpa",
         num_anchors=99,
         loss_type=PEERS[variant],

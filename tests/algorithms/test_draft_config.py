@@ -6,6 +6,7 @@ from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash import DFlashSection
 from draftsmith.algorithms.dta import DTASection
 from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.shapes import BlockShape
 from draftsmith.errors import DraftsmithError
 from tests.algorithms.facts import Facts, gemma, llama, qwen3_8b
 
@@ -69,7 +70,7 @@ def test_the_section_overrides_every_default() -> None:
     }
     config = draft_config(DTASection(**SMALL, **given), llama())
     for name, value in (SMALL | given).items():
-        assert getattr(config, name) == value
+        assert config.flat()[name] == value
     assert config.architecture == "dflash"
 
 
@@ -108,7 +109,7 @@ def test_what_the_section_leaves_out_comes_from_the_checkpoint() -> None:
     changed = draft_config(
         DTASection(init_from="somewhere", mask_token_id=5, block_size=4, num_taps=2), llama(), checkpoint()
     )
-    assert (changed.mask_token_id, changed.block_size, changed.target_layer_ids) == (5, 4, (1, 3))
+    assert (changed.block, changed.target_layer_ids) == (BlockShape(size=4, mask_token_id=5), (1, 3))
     assert (changed.head_dim, changed.intermediate_size, changed.rope.theta) == (6, 44, 321.0)
     with pytest.raises(DraftsmithError, match="no checkpoint configuration was read"):
         draft_config(DFlashSection(init_from="somewhere", **SMALL), llama())

@@ -134,7 +134,7 @@ def test_the_whole_way_to_a_file_that_decoding_reads(target, tmp_path):
     measured = engine.model_copy(update={"num_proposals": found.engine.num_proposals})
     assert EngineOptions(**json.loads(path.read_text())["engine"]) == measured
     tuned, options = Tuning.read(path).apply(draft, base)
-    assert tuned.config.block_size == found.block_size
+    assert tuned.config.block.size == found.block_size
     assert options == measured.model_copy(update={"proposer": {"min_survival": 0.0, "rollout": "plain"}})
     tuned, options = Tuning.read(path).apply(draft)
     decoded = generate(target, tuned, PROMPTS, max_new_tokens=6, options=options)

@@ -60,7 +60,7 @@ def test_blocks_of_which_only_the_anchor_is_known_read_the_same_everywhere() -> 
     anchor_ids = batch.input_ids.gather(1, anchors.index)
     trained = blocks_of(batch, layout, anchors).input_ids.flatten(0, 1)
     _, decoded, _ = open_step(
-        batch.input_ids, anchors.index[:, 0] + 1, width=5, block=5, filler=config.mask_token_id, window=99
+        batch.input_ids, anchors.index[:, 0] + 1, width=5, block=5, filler=config.block.mask_token_id, window=99
     )
     embeddings = anchor_block_inputs(anchor_ids.flatten(), config, target.ends)
     assert torch.equal(embeddings, target.ends.embedding_weight[trained])

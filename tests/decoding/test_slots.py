@@ -298,7 +298,7 @@ def test_padded_passes_change_nothing(target: Target, draft: Draft, options: dic
 
     engine.stepper.prefill = watched  # type: ignore[method-assign]
     assert engine.decode(request) == expected
-    room = 90 + draft.config.block_size  # of a slot that the longest prompt fills; a pass from token 64 on has the rest
+    room = 90 + draft.config.block.size  # of a slot that the longest prompt fills; a pass from token 64 on has the rest
     assert {width for width, _ in widths} <= {*WIDTHS, options.get("prefill_chunk"), room, room - 64}
     changed = Request.of([*prompts[:2], [*prompts[2][:40], 3, *prompts[2][41:]], *prompts[3:]], max_new_tokens=6,
                          sampling=SAMPLINGS[0])  # fmt: skip

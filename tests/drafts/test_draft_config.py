@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from draftsmith.drafts.checks import DraftConfigError
-from draftsmith.drafts.config import DraftConfig, RopeConfig, check_against_target
+from draftsmith.drafts.config import DraftConfig, check_against_target
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.rope_config import RopeConfig
+from draftsmith.drafts.shapes import BlockShape
 from draftsmith.errors import DraftsmithError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -123,7 +125,7 @@ def test_what_is_right_is_taken_and_comes_back() -> None:
 
 def test_a_changed_copy_is_checked_again() -> None:
     config = DraftConfig(**fields())
-    assert config.replace(block_size=3).block_size == 3
+    assert config.replace(block_size=3).block == BlockShape(size=3, mask_token_id=96)
     assert config.replace(block_size=3).replace(block_size=7) == config
     with pytest.raises(DraftConfigError, match="block_size is 0"):
         config.replace(block_size=0)

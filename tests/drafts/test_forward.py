@@ -25,7 +25,7 @@ class Case:
     def __init__(self, draft: Draft, *, rows: int = 2, context: int = 9, blocks: int = 2, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
         config = draft.config
-        size, taps = config.block_size, len(config.target_layer_ids)
+        size, taps = config.block.size, len(config.target_layer_ids)
         self.draft, self.context, self.size = draft, context, size
         self.embeddings = torch.randn(rows, blocks, size, config.hidden_size, generator=g)
         self.features = torch.randn(rows, context, taps * config.hidden_size, generator=g)

@@ -45,7 +45,7 @@ def test_the_counting_language_commits_the_maximum(weighting: dict[str, Any]) ->
     results = generate(target, draft, PROMPTS, max_new_tokens=16)
     counted = [[(prompt[-1] + 1 + i) % SYMBOLS for i in range(16)] for prompt in PROMPTS]
     assert [result.token_ids for result in results] == counted
-    assert min(length for result in results for length in result.accept_lengths) < draft.config.block_size
+    assert min(length for result in results for length in result.accept_lengths) < draft.config.block.size
 
 
 # --- losslessness -----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def make_target() -> tuple[Any, Target]:
 @torch.no_grad()
 def hidden_states(draft: Draft, model: Any, context: int = 9) -> tuple[Tensor, Tensor]:
     """The states of one random block by draftsmith and by the package [1, B, H]."""
-    config, size = draft.config, draft.config.block_size
+    config, size = draft.config, draft.config.block.size
     features = torch.randn(1, context, len(config.target_layer_ids) * config.hidden_size)
     embeddings = torch.randn(1, size, config.hidden_size)
     positions = torch.arange(context + size)
@@ -93,7 +93,7 @@ def test_their_selector_makes_our_proposals(tmp_path: Path, options: dict[str, A
     draft = make_draft(target, **options)
     draft.save(tmp_path / "draft")
     peer = zlab.DFlash2DraftModel.from_pretrained(tmp_path / "draft").eval()
-    hidden, anchors = torch.randn(1, draft.config.block_size, 32), torch.tensor([7])
+    hidden, anchors = torch.randn(1, draft.config.block.size, 32), torch.tensor([7])
     proposer = algorithm("dflash2").proposer(draft, target.ends)
     greedy = proposer.propose(hidden, anchors, lambda logits, draw: (logits.argmax(-1), None)).token_ids
     theirs, _, _ = peer.propose(hidden[:, 1:], anchors, model.lm_head, 0.0)

@@ -227,7 +227,7 @@ def test_rows_take_turns() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_fused_blocks_equal_the_drafts_own_modules(method: str, dtype: torch.dtype) -> None:
     target, draft = models(dtype=dtype, method=method)
-    block_size = draft.config.block_size
+    block_size = draft.config.block.size
     taps = torch.randn(3, 80, 2 * target.hidden_size, device="cuda", dtype=dtype)
     more = torch.randn(3, block_size, 2 * target.hidden_size, device="cuda", dtype=dtype)
     start = torch.tensor([70, 3, 41], device="cuda")

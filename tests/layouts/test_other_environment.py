@@ -53,8 +53,8 @@ def inputs(draft: Draft, seed: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     config = draft.config
     embedding, head = (torch.randn(TARGET.vocab_size, TARGET.hidden_size, generator=g) for _ in range(2))
-    previous = torch.randint(TARGET.vocab_size, (1, config.block_size), generator=g)
-    block = torch.full((1, config.block_size), config.mask_token_id)
+    previous = torch.randint(TARGET.vocab_size, (1, config.block.size), generator=g)
+    block = torch.full((1, config.block.size), config.block.mask_token_id)
     block[:, 0] = previous[:, 0]
     return {
         "features": torch.randn(1, CONTEXT, len(config.target_layer_ids) * config.hidden_size, generator=g),
@@ -69,7 +69,7 @@ def inputs(draft: Draft, seed: int) -> dict[str, Tensor]:
 @torch.no_grad()
 def outputs(draft: Draft, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same by draftsmith, with the head's correction teacher-forced by `previous`."""
-    size, ends = draft.config.block_size, TargetEnds(given["embedding"], given["head"])
+    size, ends = draft.config.block.size, TargetEnds(given["embedding"], given["head"])
     positions = torch.arange(CONTEXT + size)[None]
     mask = torch.ones(1, 1, size, CONTEXT + size, dtype=torch.bool)
     attend = DenseBlockAttention(dict.fromkeys(draft.attention_kinds, mask))

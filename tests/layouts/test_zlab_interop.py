@@ -32,12 +32,12 @@ def inputs(draft: Draft, context: int, seed: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     config = draft.config
     features = torch.randn(1, context, len(config.target_layer_ids) * config.hidden_size, generator=g)
-    return features, torch.randn(1, config.block_size, config.hidden_size, generator=g)
+    return features, torch.randn(1, config.block.size, config.hidden_size, generator=g)
 
 
 @torch.no_grad()
 def ours(draft: Draft, features: Tensor, embeddings: Tensor) -> Tensor:
-    context, size = features.shape[1], draft.config.block_size
+    context, size = features.shape[1], draft.config.block.size
     position = torch.arange(context + size)
     away = position[context:, None] - position
     masks = {}
@@ -67,8 +67,8 @@ def test_their_package_loads_ours_and_agrees(tmp_path: Path, options: dict[str, 
     assert {name: p.shape for name, p in model.named_parameters()} == {
         name.split(".", 1)[1]: p.shape for name, p in draft.named_parameters()
     }
-    assert model.block_size == draft.config.block_size
-    assert model.mask_token_id == draft.config.mask_token_id
+    assert model.block_size == draft.config.block.size
+    assert model.mask_token_id == draft.config.block.mask_token_id
     assert tuple(model.target_layer_ids) == draft.config.target_layer_ids
     features, embeddings = inputs(draft, context=11, seed=len(options))
     expected = theirs(model, features, embeddings)

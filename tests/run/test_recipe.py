@@ -227,7 +227,7 @@ def test_the_qwen3_recipes_hold_the_published_hyper_parameters(name, hidden_size
         rope_parameters={"rope_type": "default", "rope_theta": 1.0},
     )
     config = draft_config(recipe.draft, Facts(silent))
-    assert (config.num_hidden_layers, config.block_size, config.mask_token_id) == (5, 16, 151669)
+    assert (config.num_hidden_layers, config.block.size, config.block.mask_token_id) == (5, 16, 151669)
     assert config.target_layer_ids == (1, 9, 17, 25, 33)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
     assert (config.hidden_size, config.intermediate_size) == (hidden_size, intermediate_size)

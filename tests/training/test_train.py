@@ -301,7 +301,7 @@ def test_export_of_what_is_not_there_is_an_error(target, store, run_dir, tmp_pat
     with pytest.raises(DraftsmithError, match="is not a training run"):
         load_run(tmp_path / "nowhere")
     run(target, store, run_dir, options(eval_share=0.0, max_steps=1))
-    assert load_run(run_dir, "last").config.block_size == 4
+    assert load_run(run_dir, "last").config.block.size == 4
     with pytest.raises(DraftsmithError, match="none is best"):
         load_run(run_dir, "best")
 

@@ -110,7 +110,7 @@ def test_blocks_of_seven_from_a_checkpoint_of_sixteen(target: Target, full_store
     run(target, full_store, tmp_path / "second", warm_section("dflash", tmp_path / "draft", block_size=7))
     sixteen, seven = evaluations(tmp_path / "first")[-1], evaluations(tmp_path / "second")[0]
     assert (len(sixteen["accuracy"]), len(seven["accuracy"])) == (15, 6)
-    assert load_run(tmp_path / "second", "last").config.block_size == 7
+    assert load_run(tmp_path / "second", "last").config.block.size == 7
 
 
 def test_a_resumed_run_does_not_need_the_directory(target: Target, full_store: Store, tmp_path: Path) -> None:

@@ -51,9 +51,10 @@ class DFlash2HeadConfig(HeadConfig):
                 f"conv_group_size is {self.conv_group_size}; allowed: a divisor of hidden_size, which is "
                 f"{config.hidden_size}"
             )
-        if self.conv_kernel_size > config.block_size:
+        block_size = config.block_for("dflash2").size
+        if self.conv_kernel_size > block_size:
             yield (
-                f"conv_kernel_size is {self.conv_kernel_size}; allowed: 1 to {config.block_size}, the slots of a block "
+                f"conv_kernel_size is {self.conv_kernel_size}; allowed: 1 to {block_size}, the slots of a block "
                 "(block_size), since nothing is convolved across its edge"
             )
         if self.selector_top_k > config.vocab_size:

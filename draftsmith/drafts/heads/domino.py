@@ -30,11 +30,12 @@ class DominoHeadConfig(HeadConfig):
 
     def disagreements(self, config: "DraftConfig") -> Iterable[str]:
         # What `BlockLayout` says, which stands above this room; a test holds both to one count.
-        proposals = config.block_size if self.shift_label else config.block_size - 1
+        block_size = config.block_for("domino").size
+        proposals = block_size if self.shift_label else block_size - 1
         if self.pure_draft_prefix_len >= proposals:
             yield (
                 f"pure_draft_prefix_len is {self.pure_draft_prefix_len}; allowed: 0 to {proposals - 1}, so that the "
-                f"head corrects something (block_size is {config.block_size} and shift_label {self.shift_label}: "
+                f"head corrects something (block_size is {block_size} and shift_label {self.shift_label}: "
                 f"{proposals} proposals)"
             )
 

@@ -30,12 +30,16 @@ class HeadSpec:
     config: the type of its own fields (`DraftConfig.head`). build: makes `draft.head`; its parameters' names in files
     are their names in the module. wrappers: makes the modules around each layer's sublayers (names as in
     `backbone.WRAPPED_SUBLAYERS`). Modules with parameters of their own define `reset_parameters()`; `nn.Linear` and
-    `nn.Embedding` weights are drawn by the draft.
+    `nn.Embedding` weights are drawn by the draft. needs_block: whether its drafts fill blocks of masked slots, so that
+    their configuration says `block_size` and `mask_token_id`; own_vocabulary: whether they may have an output head over
+    a part of the target's tokens (`draft_vocab_size`).
     """
 
     config: type[HeadConfig] | None = None
     build: Callable[["DraftConfig"], nn.Module] | None = None
     wrappers: Callable[["DraftConfig"], dict[str, nn.Module]] | None = None
+    needs_block: bool = True
+    own_vocabulary: bool = False
 
     def parse(self, fields: dict[str, Any]) -> HeadConfig | None:
         """The typed configuration of these fields; `DraftConfigError` names each fault."""
