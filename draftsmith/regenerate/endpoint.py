@@ -1,46 +1,24 @@
 """An OpenAI-compatible server that answers in place of the local engine."""
 
-import http.client
-import json
-import logging
 import os
-import random
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from draftsmith.base.http import JsonServer, NoAnswer, NotJson, Refused
 from draftsmith.errors import DraftsmithError
+from draftsmith.regenerate.options import EndpointOptions, RegenerateOptions
+from draftsmith.regenerate.refusals import PromptRefused
 
-_log = logging.getLogger(__name__)
-
-# The server may answer these another time; every other 4xx is a fault of the request.
-RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
-LONGEST_WAIT_SECONDS = 60.0
+# Statuses that are about this one request, and 500, which some servers give for a request that they cannot handle.
+# Others (401, 403, 404, ...) mean that no request will be answered.
+OF_THE_REQUEST = frozenset({400, 413, 422, 500})
+FINISHED = ("stop", "length")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class EndpointOptions(BaseModel):
-    """Which server to ask, and how persistently."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    base_url: str = Field(pattern=r"^https?://", description="Up to and including /v1.")
-    model: str = Field(description="The name under which the server serves the target.")
-    api_key_env: str = Field(
-        default="OPENAI_API_KEY", description="The environment variable with the API key; unset: none is sent."
-    )
-    concurrency: int = Field(default=16, ge=1, description="The most conversations under way at a time.")
-    retries: int = Field(default=5, ge=0, description="Further tries of a request that met a passing fault.")
-    backoff_seconds: float = Field(default=1.0, gt=0.0, description="The first wait; each next one is twice as long.")
-    timeout_seconds: float = Field(default=600.0, gt=0.0, description="The longest wait for one answer.")
 
 
 @dataclass(frozen=True)
@@ -53,80 +31,97 @@ class ChatAnswer:
     tokens: int
 
 
+def sampling_fields(options: RegenerateOptions) -> dict[str, Any]:
+    """Every field by which vLLM and SGLang sample, none left to the server.
+
+    Where a request is silent, these servers take what the target's `generation_config.json` says (a repetition penalty
+    of 1.1, top_k 20), and greedy answers are then not the target's. A top_k of -1 is off for both; SGLang refuses 0.
+    """
+    fields = {
+        "n": 1,
+        "max_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    left_out = () if options.endpoint is None else options.endpoint.leave_out
+    return {name: value for name, value in fields.items() if name not in left_out}
+
+
 class ChatEndpoint:
-    """Chat completions of one server. Safe to use from several threads."""
+    """Chat completions of one server. Safe to use from several threads; a context that closes its connections."""
 
     def __init__(self, options: EndpointOptions) -> None:
         self.options = options
-        self.url = options.base_url.rstrip("/") + "/chat/completions"
-        self._headers = {"Content-Type": "application/json"}
         key = os.environ.get(options.api_key_env)
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._server = JsonServer(
+            options.base_url,
+            connections=options.concurrency,
+            timeout_seconds=options.timeout_seconds,
+            retries=options.retries,
+            backoff_seconds=options.backoff_seconds,
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+        )
+        self.url = self._server.base_url + "/chat/completions"
 
-    def chat(self, messages: list[dict[str, str]], settings: dict[str, Any], *, about: str) -> ChatAnswer:
-        """One answer; `settings` go into the request as they are, `about` names the request in errors.
+    def __enter__(self) -> Self:
+        return self
 
-        Passing faults (no connection, time-outs, overload) are retried with doubling waits. DraftsmithError: they last,
-        the server refuses the request, or its reply is no chat completion.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+
+    def chat(self, messages: list[dict[str, str]], settings: dict[str, Any], *, prompt_id: str) -> ChatAnswer:
+        """One answer; `settings` go into the request as they are, `prompt_id` names it in errors.
+
+        Passing faults (no connection, time-outs, overload) are retried with doubling waits. Raises `PromptRefused`
+        where this prompt has no answer that can be trained on, and the next one may have; `DraftsmithError` where the
+        server gives no answers at all.
         """
-        body = json.dumps({"model": self.options.model, "messages": messages, **settings}).encode()
-        for attempt in range(self.options.retries + 1):
-            try:
-                reply = self._post(body)
-            except _PassingFault as fault:
-                if attempt == self.options.retries:
-                    raise DraftsmithError(
-                        f"{about}: {self.url} failed {attempt + 1} times, at last with {fault}; see that the server is "
-                        "up, then run again to go on with what is missing (regenerate.endpoint.retries sets the tries)"
-                    ) from fault
-                wait = fault.retry_after or self.options.backoff_seconds * 2**attempt * random.uniform(0.5, 1.0)
-                _log.debug("%s: %s; next try in %.1f s", about, fault, wait)
-                time.sleep(min(wait, LONGEST_WAIT_SECONDS))
-            else:
-                return self._parse(reply, about)
-        raise AssertionError("the last attempt returns or raises")
-
-    def _post(self, body: bytes) -> bytes:
-        request = urllib.request.Request(self.url, data=body, headers=self._headers, method="POST")
+        about = f"prompt {prompt_id!r}"
         try:
-            with urllib.request.urlopen(request, timeout=self.options.timeout_seconds) as response:
-                return bytes(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                detail = error.read().decode("utf-8", errors="replace")[:300]
-            if error.code in RETRIED_STATUSES:
-                raise _PassingFault(f"HTTP {error.code}: {detail}", error.headers.get("Retry-After")) from error
-            raise DraftsmithError(f"{self.url} refuses the request with HTTP {error.code}: {detail}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _PassingFault(f"{type(error).__name__}: {error}") from error
+            reply = self._server.post(
+                "/chat/completions", {"model": self.options.model, "messages": messages, **settings}
+            )
+        except NoAnswer as error:
+            raise DraftsmithError(
+                f"{about}: {self.url} {error}; see that the server is up, then run again to go on with what is missing "
+                "(regenerate.endpoint.retries sets the tries)"
+            ) from error
+        except Refused as error:
+            if error.status in OF_THE_REQUEST:
+                raise PromptRefused(prompt_id, f"{self.url} refuses the request with {error}") from error
+            raise DraftsmithError(f"{self.url} refuses the request with {error}") from error
+        except NotJson as error:
+            raise DraftsmithError(f"{about}: the reply of {self.url} is not a chat completion: {error}") from error
+        return self._parse(reply, prompt_id)
 
-    def _parse(self, reply: bytes, about: str) -> ChatAnswer:
+    def _parse(self, reply: Any, prompt_id: str) -> ChatAnswer:
         try:
-            parsed = json.loads(reply)
-            choice = parsed["choices"][0]
+            choice = reply["choices"][0]
             message, finish_reason = choice["message"], choice["finish_reason"]
             answer = {"role": "assistant", "content": message["content"] or ""}
-            tokens = int((parsed.get("usage") or {}).get("completion_tokens") or 0)
+            # vLLM's name, and the one that it had before, which others still use.
+            reasoning = message.get("reasoning") or message.get("reasoning_content")
+            tokens = int((reply.get("usage") or {}).get("completion_tokens") or 0)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise DraftsmithError(
-                f"{about}: the reply of {self.url} is not a chat completion ({error!r}): {reply[:200]!r}"
+                f"prompt {prompt_id!r}: the reply of {self.url} is not a chat completion ({error!r}): "
+                f"{str(reply)[:200]}"
             ) from error
-        if message.get("reasoning_content"):
-            answer["reasoning_content"] = message["reasoning_content"]
-        if finish_reason not in ("stop", "length"):
-            raise DraftsmithError(
-                f"{about}: {self.url} ended the answer with {finish_reason!r}; only stop and length can be trained on"
+        if reasoning:
+            answer["reasoning_content"] = reasoning
+        if finish_reason not in FINISHED:
+            raise PromptRefused(
+                prompt_id,
+                f"{self.url} ended the answer with {finish_reason!r}; only {' and '.join(FINISHED)} can be trained on",
             )
         return ChatAnswer(answer, finish_reason, tokens)
-
-
-class _PassingFault(Exception):
-    """A fault that another try may not meet; `retry_after` in seconds, where the server names it."""
-
-    def __init__(self, reason: str, retry_after: str | None = None) -> None:
-        super().__init__(reason)
-        self.retry_after = float(retry_after) if retry_after and retry_after.isdigit() else None
 
 
 def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], concurrency: int) -> Iterator[Result]:

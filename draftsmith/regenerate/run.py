@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, NamedTuple
 
 from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.data.chat import answer_text, render_prompt, stop_token_ids, template_fingerprint, with_system_prompt
@@ -16,36 +14,26 @@ from draftsmith.decoding.generate import generate
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate.answers import AnswerFile
 from draftsmith.regenerate.dialogue import Dialogue
-from draftsmith.regenerate.endpoint import ChatEndpoint, EndpointOptions, in_parallel
+from draftsmith.regenerate.endpoint import ChatEndpoint, in_parallel, sampling_fields
+from draftsmith.regenerate.options import EndpointOptions, RegenerateOptions
+from draftsmith.regenerate.refusals import PromptRefused, RefusedPrompts
 from draftsmith.targets.target import Target
 
-# The records of some prompts that are done, and how many new tokens they took.
-Answers = tuple[list[dict[str, Any]], int]
 
+class Outcome(NamedTuple):
+    """What became of some prompts: the records of those that are answered, how many new tokens they took, and those
+    that are refused."""
 
-class RegenerateOptions(BaseModel):
-    """The recipe's `regenerate` section: how the target answers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"batch_size", "endpoint"})
-    """Fields that answers do not depend on: how many are made at a time, or where."""
-
-    max_new_tokens: int = Field(default=512, ge=1, description="The most tokens of one answer.")
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy.")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="1: off.")
-    top_k: int = Field(default=0, ge=0, description="0: off.")
-    seed: int = Field(default=0, ge=0, description="For sampling: an answer depends on it and on its prompt alone.")
-    batch_size: int = Field(default=16, ge=1, description="Prompts that the local engine answers at a time.")
-    endpoint: EndpointOptions | None = Field(
-        default=None, description="An OpenAI-compatible server to ask in place of the local engine."
-    )
+    records: list[dict[str, Any]]
+    tokens: int
+    refused: tuple[PromptRefused, ...] = ()
 
 
 @dataclass
 class RegenerateReport:
     """path: the file of answers; prompts asked for; resumed: answers that were there already; answered: those of this
-    run, with their new `tokens`; cut: conversations of the whole file whose last answer met the length limit."""
+    run, with their new `tokens`; cut: conversations of the whole file whose last answer met the length limit; refused:
+    prompts that have no answer, with the reasons in `refusals_path`."""
 
     path: Path
     prompts: int
@@ -53,6 +41,8 @@ class RegenerateReport:
     answered: int = 0
     tokens: int = 0
     cut: int = 0
+    refused: int = 0
+    refusals_path: Path | None = None
 
 
 def regenerate(
@@ -71,8 +61,12 @@ def regenerate(
     durable batch by batch; a run that stopped goes on with what is missing, and a finished one changes nothing. `data`
     holds the template settings, which training must share.
 
+    A prompt that gets no answer (it outgrows the target's window, a server refuses it or ends its answer otherwise than
+    with a stop or at the limit) is left out, and noted in a file beside `out`; a later run asks it again.
+
     DraftsmithError: no prompts, ids used twice, a target without tokenizer or chat template, `out` made from other
-    prompts or with other settings, a prompt longer than the target's window, an endpoint that fails.
+    prompts or with other settings, an endpoint that fails, and, with all other answers kept, more prompts without an
+    answer than `options.max_refused_share`.
     """
     data = data or DataOptions()
     progress = progress or SilentProgress()
@@ -96,18 +90,29 @@ def regenerate(
     done = file.resume({**_asked(options), "target": source}, prompts)
     missing = [prompt for prompt in prompts if prompt.id not in done]
     report = RegenerateReport(file.path, prompts=len(prompts), resumed=len(done))
+    refusals = RefusedPrompts(file.path, len(prompts), options.max_refused_share)
+    if options.endpoint is None:
+        missing = _fitting(missing, local, data, refusals)
+        refusals.check_share()
     if missing:
         with progress.stage("regenerate", total=len(missing), unit="prompts") as stage:
             if options.endpoint is None:
-                answers = _by_target(local, missing, options, data)
+                outcomes = _by_target(local, missing, options, data)
             else:
-                answers = _by_endpoint(options.endpoint, missing, options, data)
-            for records, tokens in answers:
-                file.append(records)
-                report.answered += len(records)
-                report.tokens += tokens
-                stage.advance(len(records), tokens=f"{report.tokens:,}")
-    report.cut = sum(record["finish_reason"] == "length" for record in file.finish(prompts))
+                outcomes = _by_endpoint(options.endpoint, missing, options, data)
+            for outcome in outcomes:
+                file.append(outcome.records)
+                report.answered += len(outcome.records)
+                report.tokens += outcome.tokens
+                for refused in outcome.refused:
+                    refusals.add(refused)
+                if report.answered == 0:
+                    refusals.check_hope()
+                stage.advance(len(outcome.records) + len(outcome.refused), tokens=f"{report.tokens:,}")
+    answered = refusals.finish(prompts)
+    report.refused = len(refusals.reasons)
+    report.refusals_path = refusals.path if report.refused else None
+    report.cut = sum(record["finish_reason"] == "length" for record in file.finish(answered))
     return report
 
 
@@ -122,78 +127,102 @@ def _asked(options: RegenerateOptions) -> dict[str, Any]:
     return options.model_dump(exclude=set(options.WITHOUT_EFFECT))
 
 
+def _fitting(prompts: Sequence[Prompt], target: Target, data: DataOptions, refusals: RefusedPrompts) -> list[Prompt]:
+    """The prompts whose first question the target's window has room for, shortest first; the others are refused."""
+    lengths: dict[str, int] = {}
+    for prompt in prompts:
+        try:
+            lengths[prompt.id] = len(_question_ids(Dialogue(prompt), target, data))
+        except PromptRefused as refused:
+            refusals.add(refused)
+    return sorted((prompt for prompt in prompts if prompt.id in lengths), key=lambda prompt: lengths[prompt.id])
+
+
 def _by_target(
     target: Target, prompts: Sequence[Prompt], options: RegenerateOptions, data: DataOptions
-) -> Iterator[Answers]:
-    """Answers by the local engine, in batches of prompts of like length."""
-    tokenizer = target.tokenizer
-    stops = stop_token_ids(tokenizer, target.model.generation_config)
-    dialogues = [Dialogue(prompt) for prompt in prompts]
-    dialogues.sort(key=lambda dialogue: len(_question_ids(dialogue, target, data)))
-    for first in range(0, len(dialogues), options.batch_size):
-        batch = dialogues[first : first + options.batch_size]
+) -> Iterator[Outcome]:
+    """Answers by the local engine, in batches of neighbours: prompts of like length stand side by side."""
+    stops = stop_token_ids(target.tokenizer, target.model.generation_config)
+    for first in range(0, len(prompts), options.batch_size):
+        batch = [Dialogue(prompt) for prompt in prompts[first : first + options.batch_size]]
+        refused: dict[str, PromptRefused] = {}
         tokens = 0
-        while waiting := [dialogue for dialogue in batch if not dialogue.finished]:
-            generations = generate(
-                target,
-                None,
-                [_question_ids(dialogue, target, data) for dialogue in waiting],
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                top_k=options.top_k,
-                stop_token_ids=stops,
-                seed=[dialogue.seed(options.seed) for dialogue in waiting],
-            )
-            for dialogue, generation in zip(waiting, generations, strict=True):
-                tokens += len(generation.token_ids)
-                text = answer_text(generation.token_ids, tokenizer)
-                if generation.finish_reason == "length":
-                    # The limit may fall inside a character of several tokens, which then decodes to U+FFFD.
-                    text = text.rstrip("\ufffd")
-                dialogue.answer(answer_message(text), generation.finish_reason)
-        yield [dialogue.record() for dialogue in batch], tokens
+        while waiting := [each for each in batch if not each.finished and each.prompt.id not in refused]:
+            questions: list[tuple[Dialogue, list[int]]] = []
+            for dialogue in waiting:
+                try:
+                    questions.append((dialogue, _question_ids(dialogue, target, data)))
+                except PromptRefused as error:
+                    refused[error.prompt_id] = error
+            if questions:
+                tokens += _answer(questions, target, options, stops)
+        yield Outcome(
+            [each.record() for each in batch if each.prompt.id not in refused], tokens, tuple(refused.values())
+        )
+
+
+def _answer(
+    questions: Sequence[tuple[Dialogue, list[int]]], target: Target, options: RegenerateOptions, stops: Sequence[int]
+) -> int:
+    """Has the local engine answer one question of each dialogue; returns the number of new tokens."""
+    generations = generate(
+        target,
+        None,
+        [ids for _, ids in questions],
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        stop_token_ids=stops,
+        seed=[dialogue.seed(options.seed) for dialogue, _ in questions],
+    )
+    for (dialogue, _), generation in zip(questions, generations, strict=True):
+        text = answer_text(generation.token_ids, target.tokenizer)
+        if generation.finish_reason == "length":
+            # The limit may fall inside a character of several tokens, which then decodes to U+FFFD.
+            text = text.rstrip("\ufffd")
+        dialogue.answer(answer_message(text), generation.finish_reason)
+    return sum(len(generation.token_ids) for generation in generations)
 
 
 def _question_ids(dialogue: Dialogue, target: Target, data: DataOptions) -> list[int]:
-    """The tokens of the conversation up to the next answer, which the target's window must have room for."""
+    """The tokens of the conversation up to the next answer. Raises `PromptRefused` where the target's window has no
+    room for them and an answer."""
     ids = render_prompt(dialogue.ask(), target.tokenizer, data)
     window = target.max_position_embeddings
     if len(ids) >= window:
-        raise DraftsmithError(
-            f"prompt {dialogue.prompt.id!r} has {len(ids)} tokens by its turn {dialogue.turn + 1}, and the target's "
-            f"window is {window} tokens, of which at least one must be left for the answer; shorten or drop the prompt"
+        raise PromptRefused(
+            dialogue.prompt.id,
+            f"has {len(ids)} tokens by its turn {dialogue.turn + 1}, and the target's window is {window} tokens, of "
+            "which at least one must be left for the answer",
         )
     return ids
 
 
 def _by_endpoint(
     endpoint: EndpointOptions, prompts: Sequence[Prompt], options: RegenerateOptions, data: DataOptions
-) -> Iterator[Answers]:
+) -> Iterator[Outcome]:
     """Answers by a server, each conversation as it is finished."""
-    settings: dict[str, Any] = {
-        "max_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-    }
-    if options.top_k:
-        settings["top_k"] = options.top_k
+    settings = sampling_fields(options)
     if data.enable_thinking is not None:
         settings["chat_template_kwargs"] = {"enable_thinking": data.enable_thinking}
-    server = ChatEndpoint(endpoint)
 
-    def converse(prompt: Prompt) -> Answers:
+    def converse(prompt: Prompt) -> Outcome:
         dialogue = Dialogue(prompt)
         tokens = 0
         while not dialogue.finished:
             # Servers take 32-bit seeds at the least.
             request = {**settings, "seed": dialogue.seed(options.seed) % 2**31}
-            answer = server.chat(with_system_prompt(dialogue.ask(), data), request, about=f"prompt {prompt.id!r}")
+            try:
+                answer = server.chat(with_system_prompt(dialogue.ask(), data), request, prompt_id=prompt.id)
+            except PromptRefused as refused:
+                return Outcome([], tokens, (refused,))
             tokens += answer.tokens
             dialogue.answer(answer.message, answer.finish_reason)
-        return [dialogue.record()], tokens
+        return Outcome([dialogue.record()], tokens)
 
-    return in_parallel(converse, prompts, endpoint.concurrency)
+    with ChatEndpoint(endpoint) as server:
+        yield from in_parallel(converse, prompts, endpoint.concurrency)
 
 
 def _checked_target(target: Target | None) -> Target:

@@ -86,6 +86,8 @@ class Workspace(StoreStages):
                 f"answers: {report.answered:,} prompts answered with {report.tokens:,} tokens, {report.resumed:,} "
                 f"there before, {report.cut:,} met the length limit"
             )
+            if report.refused:
+                self.say(f"answers: {report.refused:,} prompts have none; {report.refusals_path} says why")
 
         settings = {
             "prompts": [asdict(prompt) for prompt in prompts],

@@ -1,6 +1,7 @@
 """The endpoint backend against a real HTTP server on the loopback interface."""
 
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -125,13 +126,30 @@ def test_the_request_says_what_was_configured(server: Server, tmp_path: Path, mo
     assert body == {
         "model": "tiny",
         "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question 0"}],
+        "n": 1,
         "max_tokens": 20,
         "temperature": 0.5,
         "top_p": 1.0,
         "top_k": 4,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "chat_template_kwargs": {"enable_thinking": False},
     }
     assert [message["role"] for message in lines(tmp_path / "out.jsonl")[0]["messages"]] == ["user", "assistant"]
+
+
+def test_what_is_off_is_said_and_not_left_to_the_servers_defaults(server: Server, tmp_path: Path) -> None:
+    """Servers take what the target's generation_config.json says for every field that is silent."""
+    endpoint = options(server).endpoint
+    regenerate(None, many(1), tmp_path / "all.jsonl", RegenerateOptions(endpoint=endpoint))
+    shorter = options(server, leave_out=("top_k", "n", "min_p")).endpoint
+    regenerate(None, many(1), tmp_path / "fewer.jsonl", RegenerateOptions(endpoint=shorter))
+    (_, _, every), (_, _, fewer) = server.requests
+    off = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert off.items() <= every.items()
+    assert set(every) - set(fewer) == {"top_k", "n", "min_p"}
 
 
 def test_without_a_key_and_thinking_nothing_is_sent_for_them(
@@ -146,7 +164,7 @@ def test_without_a_key_and_thinking_nothing_is_sent_for_them(
 
 def test_reasoning_and_cut_answers_are_kept(server: Server, tmp_path: Path) -> None:
     server.replies["one"] = [(200, completion("two", reasoning_content="thus"))]
-    server.replies["three"] = [(200, completion(None, "length", reasoning_content="hmm"))]
+    server.replies["three"] = [(200, completion(None, "length", reasoning="hmm"))]  # vLLM's name for it
     prompts = [Prompt("a", ("one",)), Prompt("b", ("three", "never asked"))]
     report = regenerate(None, prompts, tmp_path / "out.jsonl", options(server))
     first, second = lines(tmp_path / "out.jsonl")
@@ -194,18 +212,60 @@ def test_a_refused_request_is_not_retried(server: Server, tmp_path: Path) -> Non
     assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize("reply", [{"choices": []}, ["?"], {"choices": [{"message": 3}]}])
+def test_a_reply_that_is_something_else_ends_the_run(server: Server, tmp_path: Path, reply: Any) -> None:
+    server.replies["question 0"] = [(200, reply)]
+    with pytest.raises(DraftsmithError, match=r"prompt 'p0': .*not a chat completion"):
+        regenerate(None, many(1), tmp_path / "out.jsonl", options(server))
+
+
 @pytest.mark.parametrize(
-    ("reply", "message"),
+    ("reply", "reason"),
     [
-        ({"choices": []}, "not a chat completion"),
-        (["?"], "not a chat completion"),
-        (completion("x", "tool_calls"), "ended the answer with 'tool_calls'"),
+        ((400, {"error": "maximum context length is 512"}), "HTTP 400: .*maximum context length"),
+        ((422, {}), "HTTP 422"),
+        ((200, completion("x", "tool_calls")), "ended the answer with 'tool_calls'"),
+        ((200, completion("", "content_filter")), "ended the answer with 'content_filter'"),
+        ((200, {"choices": [{"message": {"content": "x"}, "finish_reason": None}]}), "ended the answer with None"),
     ],
 )
-def test_a_reply_that_cannot_be_used(server: Server, tmp_path: Path, reply: Any, message: str) -> None:
-    server.replies["question 0"] = [(200, reply)]
-    with pytest.raises(DraftsmithError, match=f"prompt 'p0': .*{message}"):
-        regenerate(None, many(1), tmp_path / "out.jsonl", options(server))
+def test_one_prompt_without_an_answer_does_not_stop_the_others(
+    server: Server, tmp_path: Path, reply: tuple[int, Any], reason: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    prompts = [*many(6), Prompt("late", ("fine", "not fine"))]
+    server.replies = {"question 2": [reply] * 2, "not fine": [reply] * 2}
+    allowed = options(server).model_copy(update={"max_refused_share": 0.3})
+    report = regenerate(None, prompts, out, allowed)
+    assert [record["id"] for record in lines(out)] == ["p0", "p1", "p3", "p4", "p5"]
+    assert (report.answered, report.refused, report.refusals_path) == (5, 2, tmp_path / "out.refused.jsonl")
+    refused = {line["id"]: line["reason"] for line in lines(tmp_path / "out.refused.jsonl")}
+    assert set(refused) == {"p2", "late"}
+    assert all(re.search(reason, why) for why in refused.values())
+    # Too many: the others are kept all the same.
+    with pytest.raises(DraftsmithError, match=r"2 of 7 prompts have no answer: '\w+': .*max_refused_share.*are kept"):
+        regenerate(None, prompts, out, options(server))
+    assert len(lines(out)) == 5
+    # The server can answer them now.
+    report = regenerate(None, prompts, out, options(server))
+    assert (report.resumed, report.answered, report.refused) == (5, 2, 0)
+    assert not (tmp_path / "out.refused.jsonl").exists()
+
+
+def test_where_every_prompt_is_refused_the_rest_is_not_tried(server: Server, tmp_path: Path) -> None:
+    server.replies = {f"question {index}": [(400, {"error": "unknown field top_k"})] for index in range(60)}
+    server.delay = 0.02
+    with pytest.raises(DraftsmithError, match=r"the first 16 prompts were all refused.*unknown field top_k"):
+        regenerate(None, many(60), tmp_path / "out.jsonl", options(server))
+    assert len(server.requests) < 60
+    assert len(lines(tmp_path / "out.refused.jsonl")) == 16
+
+
+def test_a_prompt_over_which_the_server_fails_is_refused_at_the_last_try(server: Server, tmp_path: Path) -> None:
+    server.replies["question 1"] = [(500, {"error": "assert"})] * 3
+    allowed = options(server, retries=2).model_copy(update={"max_refused_share": 0.5})
+    report = regenerate(None, many(3), tmp_path / "out.jsonl", allowed)
+    assert (report.answered, report.refused) == (2, 1)
 
 
 def test_no_server_at_all(server: Server, tmp_path: Path) -> None:

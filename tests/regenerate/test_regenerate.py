@@ -213,9 +213,22 @@ def test_a_damaged_file_is_refused(target: Target, tmp_path: Path) -> None:
 def test_a_prompt_longer_than_the_window_is_named_before_any_work(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     long = Prompt("too-long", ("x" * target.max_position_embeddings,))
-    with pytest.raises(DraftsmithError, match=r"prompt 'too-long' has \d+ tokens by its turn 1, .* window is 512"):
+    with pytest.raises(DraftsmithError, match=r"'too-long': has \d+ tokens by its turn 1, .* window is 512"):
         regenerate(target, [PROMPTS[0], long], out, OPTIONS)
     assert not out.exists()
+
+
+def test_prompts_that_outgrow_the_window_are_left_out_and_the_others_answered(target: Target, tmp_path: Path) -> None:
+    long = "x" * target.max_position_embeddings
+    prompts = [Prompt("first", (long,)), Prompt("second", ("the user said one", long)), *PROMPTS]
+    options = OPTIONS.model_copy(update={"max_refused_share": 0.5, "max_new_tokens": 60, "batch_size": 4})
+    report = regenerate(target, prompts, tmp_path / "some.jsonl", options)
+    regenerate(target, PROMPTS, tmp_path / "all.jsonl", options)
+    assert lines(tmp_path / "some.jsonl") == lines(tmp_path / "all.jsonl")
+    refused = {line["id"]: line["reason"] for line in lines(tmp_path / "some.refused.jsonl")}
+    assert refused.keys() == {"first", "second"}
+    assert "by its turn 2" in refused["second"]
+    assert (report.refused, report.answered) == (2, len(PROMPTS))
 
 
 def test_faults_known_beforehand(target: Target, tmp_path: Path) -> None:
