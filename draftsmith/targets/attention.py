@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.attention.visibility import Visibility
-from draftsmith.targets.cache import KeysValues, TargetCache
+from draftsmith.targets.cache import KeysValues
+from draftsmith.targets.passes import CachedPass
 
 IMPLEMENTATION = "draftsmith"
 
@@ -26,24 +26,10 @@ _UNSUPPORTED = ("attention_mask", "s_aux", "position_bias", "head_mask")
 
 
 class CachedAttention:
-    """One forward's attention over a cache: w new tokens a row at `positions` [batch, w] int64.
+    """The attention of one pass over a cache."""
 
-    The visibility of a window is the same for every layer that has it, so each is built once a forward.
-    """
-
-    def __init__(self, cache: TargetCache, positions: Tensor) -> None:
-        self.cache = cache
-        self.positions = positions
-        self.layers_run = 0
-        self._visible: dict[tuple[int | None, int], Tensor] = {}
-
-    def visible(self, window: int | None, groups: int) -> Tensor:
-        """[batch, 1, groups * w, length] bool, True where a query may look; `groups` repeats the w queries."""
-        key = (window, groups)
-        if key not in self._visible:
-            seen = Visibility.over_cache(self.positions, self.cache.length, causal=True, window=window)
-            self._visible[key] = seen.mask().repeat(1, 1, groups, 1)
-        return self._visible[key]
+    def __init__(self, run: CachedPass) -> None:
+        self.run = run
 
     def attend(
         self,
@@ -58,13 +44,13 @@ class CachedAttention:
     ) -> Tensor:
         """New tokens' query [batch, heads, w, d], key and value [batch, kv_heads, w, d] -> [batch, heads, w, d]."""
         stored = self.keys_values(layer)
-        stored.write(self.positions, key, value)
-        self.layers_run += 1
+        stored.write(self.run.places, key, value)
+        self.run.ran(layer)
         return self.over_cache(query, stored, scale=scale, window=window, softcap=softcap)
 
     def keys_values(self, layer: int) -> KeysValues:
         """What an attention layer keeps. Raises `DraftsmithError` for a layer of another kind."""
-        kept = self.cache.layers[layer]
+        kept = self.run.cache.layers[layer]
         if not isinstance(kept, KeysValues):
             raise DraftsmithError(
                 f"layer {layer} attends to earlier tokens, but the cache keeps a {type(kept).__name__} for it: the "
@@ -93,14 +79,15 @@ class CachedAttention:
             )
 
             return block_attention(
-                query, keys, values, self.positions, scale=scale, causal=True, window=window, softcap=softcap
-            )
+                query, keys, values, self.run.queries, scale=scale, causal=True, window=window, softcap=softcap,
+                ancestors=self.run.ancestors,
+            )  # fmt: skip
         batch, heads, width, head_dim = query.shape
         kv_heads = keys.shape[1]
         groups = heads // kv_heads
         # Query heads that share a key head become more queries of that head, so that no key is read or copied twice.
         query = query.reshape(batch, kv_heads, groups * width, head_dim)
-        visible = self.visible(window, groups)
+        visible = self.run.visible(window, groups)
         if softcap is None:
             out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
         else:

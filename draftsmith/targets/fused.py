@@ -22,6 +22,7 @@ from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import TargetCache
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.joining import STYLES, GatedMLP, Layer, Linear, fusing_fault, join_layer, norm_epsilon
+from draftsmith.targets.passes import CachedPass
 from draftsmith.targets.taps import tap_layers
 
 # Positions of the angle tables past the model's own last one: room for a block that begins within it.
@@ -81,19 +82,17 @@ class FusedDecoder:
         """Positions that the angle tables cover."""
         return len(self.tables[0][0])
 
-    def forward(
-        self, embedded: Tensor, positions: Tensor, cache: TargetCache, tap_ids: Sequence[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Embedded tokens [B, w, H] at positions [B, w] int64 -> the state after the final norm [B, w, H], and the
-        outputs of the tapped layers [B, w, H] by tap id.
+    def forward(self, embedded: Tensor, run: CachedPass, tap_ids: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """A pass's embedded tokens [B, w, H] -> the state after the final norm [B, w, H], and the outputs of the tapped
+        layers [B, w, H] by tap id.
 
         Raises `DraftsmithError` for a cache with more positions than the angle tables have, or of another shape.
         """
-        if cache.length > self.max_positions:
+        if run.cache.length > self.max_positions:
             raise DraftsmithError(
-                f"a cache of {cache.length} positions; the target's rope is known for {self.max_positions}"
+                f"a cache of {run.cache.length} positions; the target's rope is known for {self.max_positions}"
             )
-        attention = CachedAttention(cache, positions)
+        attention = CachedAttention(run)
         taps: dict[int, Tensor] = {}
         stream: Tensor | None = None
         coming = _Sum(embedded)
@@ -107,10 +106,10 @@ class FusedDecoder:
             taps[len(self.layers) - 1] = stream
         return final, taps
 
-    def one_layer(self, index: int, inputs: Tensor, positions: Tensor, cache: TargetCache) -> tuple[Tensor, Tensor]:
+    def one_layer(self, index: int, inputs: Tensor, run: CachedPass) -> tuple[Tensor, Tensor]:
         """A layer's outputs [B, w, H] from its inputs, and the same after the model's final norm."""
         states, stream = self._norm(_Sum(inputs), None, self.layers[index].input_norm)
-        coming, stream = self._sublayers(index, states, stream, CachedAttention(cache, positions))
+        coming, stream = self._sublayers(index, states, stream, CachedAttention(run))
         normed, outputs = self._norm(coming, stream, self.final_norm)
         return outputs, normed
 
@@ -128,13 +127,13 @@ class FusedDecoder:
         )  # fmt: skip
 
     def _attend(self, index: int, states: Tensor, attention: CachedAttention) -> _Sum:
-        layer, facts = self.layers[index], self.facts[index]
+        layer, facts, run = self.layers[index], self.facts[index], attention.run
         stored = attention.keys_values(index)
         qkv, _ = self._product(states, layer.attention.qkv)
         query = self._rope_cache(
-            qkv, *self.tables[index], attention.positions, stored.keys, stored.values,
+            qkv, *self.tables[index], run.positions, stored.keys, stored.values,
             heads=layer.attention.heads, q_weight=layer.attention.q_norm, k_weight=layer.attention.k_norm,
-            eps=self.epsilon, unit_offset=self.unit_offset,
+            eps=self.epsilon, unit_offset=self.unit_offset, places=None if run.at_positions else run.places,
         )  # fmt: skip
         attended = attention.over_cache(query, stored, scale=facts.scale, window=facts.window, softcap=facts.softcap)
         value, partial = self._product(attended.transpose(1, 2).flatten(2), layer.attention.out)
@@ -171,7 +170,8 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ta
     epsilon = norm_epsilon(decoder)
     ids = torch.arange(1, 1 + cache.length, device=decoder.norm.weight.device)[None] % config.vocab_size
     positions = torch.arange(cache.length, device=ids.device)[None]
-    recorder = _Recorder(cache, positions)
+    run = CachedPass(cache, positions)
+    recorder = _Recorder(run)
     experts = capturable_experts(decoder.config, ids.device, decoder.norm.weight.dtype)
     every_layer = range(len(decoder.layers))
     with (
@@ -195,7 +195,7 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ta
     inputs = embed(ids)
     with torch.no_grad(), capturable_experts(decoder.config, ids.device, final.dtype):
         for index in every_layer:
-            found, normed = fused.one_layer(index, inputs, positions, cache)
+            found, normed = fused.one_layer(index, inputs, run)
             _compare(f"layer {index} of {type(decoder).__name__}", found, outputs[index], inputs)
             inputs = outputs[index]
     _compare(f"the final norm of {type(decoder).__name__}", normed, final, torch.zeros_like(final))
@@ -205,8 +205,8 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ta
 class _Recorder(CachedAttention):
     """Attends as its base does, and notes what each layer asked for."""
 
-    def __init__(self, cache: TargetCache, positions: Tensor) -> None:
-        super().__init__(cache, positions)
+    def __init__(self, run: CachedPass) -> None:
+        super().__init__(run)
         self.facts: dict[int, LayerFacts] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

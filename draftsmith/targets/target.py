@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,9 @@ from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import Room, StaticCache, TargetCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.layers import layer_shapes
+from draftsmith.targets.layers import known_kinds, layer_kinds
 from draftsmith.targets.location import Location, locate, read_config
+from draftsmith.targets.passes import CachedPass
 from draftsmith.targets.probe import check_ends
 from draftsmith.targets.rope import tell_window, text_window
 from draftsmith.targets.taps import check_tap_ids, tap_layers
@@ -206,7 +208,8 @@ class Target:
 
         Raises `DraftsmithError` for a target with layers of a kind that is not in `targets.layers`.
         """
-        shapes = layer_shapes(self.text_config, self.num_layers, self.source)
+        kinds = known_kinds(layer_kinds(self.text_config, self.num_layers), self.source)
+        shapes = [kind.shape(self.text_config, index) for index, kind in enumerate(kinds)]
         return StaticCache.allocate(shapes, Room(slots, length, width, self.dtype, self.device))
 
     @torch.no_grad()
@@ -218,46 +221,61 @@ class Target:
         tap_ids: Sequence[int] = (),
         final_state: bool = True,
         cache: TargetCache | None = None,
+        valid: Tensor | None = None,
+        places: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        tentative: bool = False,
     ) -> TargetStates:
         """Run the target on input_ids [B, w] int64 at positions [B, w] int64.
 
         Without a cache: plain causal attention over the given rows. Rows are right-padded; positions on the padded tail
         must go on counting. If the final state is not wanted, no layer above the highest tap runs.
-        With a cache: keys and values are written at `positions`, and each query sees its row's entries at positions up
-        to its own. All layers run. The output head runs in neither case (`ends.project` is that).
+        With a cache: the pass runs over what the cache keeps of each row's earlier tokens, and adds its own; all layers
+        run. `valid`, `places`, `ancestors` and `tentative` are those of `targets.passes.CachedPass`; without them all
+        tokens are the rows' own and stand, and an entry lies at its token's position.
+        The output head runs in neither case (`ends.project` is that).
         """
         if tap_ids:
             check_tap_ids(tap_ids, self.num_layers)
         elif not final_state and cache is None:
             raise DraftsmithError("a target forward without taps, final state or cache computes nothing; ask for one")
+        if cache is None and (valid is not None or places is not None or ancestors is not None or tentative):
+            raise DraftsmithError("valid, places, ancestors and tentative are for passes over a cache; give one")
         stop = cache is None and not final_state
         last_hidden: Tensor | None = None
         with current(self.device):
-            if cache is not None and self._fused is not None:
-                with capturable_experts(self._decoder.config, self.device, self.dtype):
-                    last_hidden, outputs = self._fused.forward(self.ends.embed(input_ids), positions, cache, tap_ids)
-            else:
+            if cache is None:
                 with tap_layers(self._layers, tap_ids, stop_after_last=stop) as outputs:
-                    last_hidden = self._run_decoder(input_ids, positions, cache)
+                    last_hidden = self._decoder(
+                        input_ids=input_ids, position_ids=positions, use_cache=False
+                    ).last_hidden_state
+            else:
+                run = CachedPass(cache, positions, valid=valid, places=places, ancestors=ancestors, tentative=tentative)
+                with capturable_experts(self._decoder.config, self.device, self.dtype):
+                    last_hidden, outputs = self._run_over_cache(input_ids, run, tap_ids)
         taps = torch.cat([outputs[i] for i in tap_ids], dim=-1) if tap_ids else None
         return TargetStates(taps, last_hidden if final_state else None)
 
-    def _run_decoder(self, input_ids: Tensor, positions: Tensor, cache: TargetCache | None) -> Tensor:
-        """The state after the final norm [B, w, H]."""
-        if cache is None:
-            return self._decoder(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
-        attention = CachedAttention(cache, positions)
-        experts = capturable_experts(self._decoder.config, self.device, self.dtype)
-        with draftsmith_attention(self._decoder.config), experts:
-            output = self._decoder(
-                input_ids=input_ids, position_ids=positions, use_cache=False, draftsmith_attention=attention
-            )
-        if attention.layers_run != self.num_layers:
-            raise DraftsmithError(
-                f"{type(self._decoder).__name__} ran {attention.layers_run} of its {self.num_layers} layers through "
-                "draftsmith's attention; this model type cannot be decoded with draftsmith"
-            )
-        return output.last_hidden_state
+    def _run_over_cache(
+        self, input_ids: Tensor, run: CachedPass, tap_ids: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The state after the final norm [B, w, H], and the outputs of the tapped layers [B, w, H] by tap id."""
+        if self._fused is not None:
+            return self._fused.forward(self.ends.embed(input_ids), run, tap_ids)
+        kinds = known_kinds(layer_kinds(self.text_config, self.num_layers), self.source)
+        with ExitStack() as stack:
+            outputs = stack.enter_context(tap_layers(self._layers, tap_ids, stop_after_last=False))
+            stack.enter_context(draftsmith_attention(self._decoder.config))
+            for index, (kind, layer) in enumerate(zip(kinds, self._layers, strict=True)):
+                stack.enter_context(kind.running(layer, index, run))
+            states = self._decoder(
+                input_ids=input_ids,
+                position_ids=run.positions,
+                use_cache=False,
+                draftsmith_attention=CachedAttention(run),
+            ).last_hidden_state
+        run.check_all_ran(self.num_layers, type(self._decoder).__name__)
+        return states, outputs
 
 
 def _check_all_loaded(location: Location, info: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.passes import CachedPass
 from draftsmith.targets.target import Target
 from tests.support.tiny import KINDS, tiny_model, tiny_target
 
@@ -94,7 +95,7 @@ def test_kernels_equal_plain_operations(kind):
             plain.layers, plain.facts, plain.tables, plain.final_norm,
             epsilon=plain.epsilon, unit_offset=plain.unit_offset, kernels=kernels,
         )  # fmt: skip
-        return fused.forward(target.ends.embed(ids), positions, target.new_cache(1, 16), (0, 1))
+        return fused.forward(target.ends.embed(ids), CachedPass(target.new_cache(1, 16), positions), (0, 1))
 
     expected, found = run(kernels=False), run(kernels=True)
     torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=2e-2)

@@ -1,14 +1,14 @@
 """Kinds of a target's layers, one file a kind: what each keeps of a text, and how it runs over that."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.cache import LayerShape
 from draftsmith.targets.layers.attention import FullAttention
 from draftsmith.targets.layers.kind import LayerKind
 from draftsmith.targets.layers.window import WindowAttention
 
-__all__ = ["LayerKind", "layer_kinds", "layer_shapes", "register_layer_kind"]
+__all__ = ["LayerKind", "known_kinds", "layer_kinds", "register_layer_kind"]
 
 _KINDS: dict[str, LayerKind] = {}
 
@@ -26,16 +26,15 @@ def layer_kinds(text_config: Any, num_layers: int) -> tuple[str, ...]:
     return tuple(getattr(text_config, "layer_types", None) or ["full_attention"] * num_layers)
 
 
-def layer_shapes(text_config: Any, num_layers: int, source: str) -> list[LayerShape]:
-    """What each layer of the target `source` keeps. Raises `DraftsmithError` for kinds that are not known."""
-    names = layer_kinds(text_config, num_layers)
+def known_kinds(names: Sequence[str], source: str) -> tuple[LayerKind, ...]:
+    """The kinds of these names. Raises `DraftsmithError`, which names the target `source`, where one is not known."""
     unknown = set(names).difference(_KINDS)
     if unknown:
         raise DraftsmithError(
             f"target {source} has layers of kind {', '.join(sorted(unknown))}; draftsmith decodes targets "
             f"with {' and '.join(sorted(_KINDS))} only"
         )
-    return [_KINDS[name].shape(text_config, index) for index, name in enumerate(names)]
+    return tuple(_KINDS[name] for name in names)
 
 
 register_layer_kind(FullAttention())

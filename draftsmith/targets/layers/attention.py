@@ -3,9 +3,10 @@
 from typing import Any, ClassVar
 
 from draftsmith.targets.cache import KeysValuesShape
+from draftsmith.targets.layers.kind import LayerKind
 
 
-class FullAttention:
+class FullAttention(LayerKind):
     """Keeps the keys and values of all tokens."""
 
     name: ClassVar[str] = "full_attention"

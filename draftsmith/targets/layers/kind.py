@@ -1,16 +1,40 @@
 """What a kind of layer has to say."""
 
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+from torch import nn
 
 from draftsmith.targets.cache import LayerShape
+from draftsmith.targets.passes import CachedPass
 
 
-class LayerKind(Protocol):
+class LayerKind(ABC):
     """A kind of decoder layer. Instances carry no state."""
 
     name: ClassVar[str]
     """As the `layer_types` of configurations name it."""
 
+    @abstractmethod
     def shape(self, text_config: Any, index: int) -> LayerShape:
         """What layer `index` keeps of each text."""
-        ...
+
+    def running(self, layer: nn.Module, index: int, run: CachedPass) -> AbstractContextManager[None]:
+        """While open, the model's own `layer` runs over `run.cache.layers[index]`, and notes that with `run.ran`.
+
+        Layers that call the model's attention function, which is draftsmith's in a cached pass, need nothing
+        (`targets.attention`). Others have the forward of their own mixing module replaced (`replaced_forward`).
+        """
+        return nullcontext()
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, calls of `module` are calls of `forward`; its hooks run as before."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

@@ -4,9 +4,10 @@ from typing import Any, ClassVar
 
 from draftsmith.targets.cache import KeysValuesShape
 from draftsmith.targets.layers.attention import attention_shape
+from draftsmith.targets.layers.kind import LayerKind
 
 
-class WindowAttention:
+class WindowAttention(LayerKind):
     """Keeps the keys and values of all tokens, of which each query sees those within the window that the model asks
     for."""
 
