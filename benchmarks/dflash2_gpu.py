@@ -19,15 +19,15 @@ from engine_trained_gpu import random_draft, random_target
 from few_rows_gpu import graph_us
 from torch import Tensor
 
-from draftsmith.algorithms.dflash2 import DFlash2Proposer, draw_path, selector_of
-from draftsmith.algorithms.registry import algorithm
-from draftsmith.decoding.cache import FusedBlocks
+from draftsmith.algorithms.block_drafter import BlockDrafter
+from draftsmith.algorithms.dflash2_path import DFlash2Filler, draw_path, selector_of
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.convolution import convolve
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.runner import FusedBlocks
 from draftsmith.kernels.layers.block_convolution import block_convolution
 from draftsmith.kernels.rollout.candidate_path import candidate_path, top_candidates
 
@@ -115,14 +115,13 @@ def cycles(batches: list[int], rows: int) -> None:
 
         def add(name: str, draft: Draft, batch: int = batch, runs: dict[str, Any] = runs, **parts: bool) -> None:
             engine = Engine(target, draft, EngineOptions(slots=batch, num_proposals=15))
-            drafting = engine.stepper.drafting
-            assert drafting is not None
-            assert isinstance(drafting.blocks, FusedBlocks)
+            drafter = engine.drafter
+            assert isinstance(drafter, BlockDrafter)
+            assert isinstance(drafter.runner, FusedBlocks)
             if parts.get("path"):
-                layout = algorithm("dflash2").block_layout(draft.config)
-                drafting.proposer = DFlash2Proposer(draft, target.ends, layout, 15)
+                drafter.filler = DFlash2Filler(draft, target.ends, drafter.layout, 15)
             if parts.get("convolution"):
-                drafting.blocks.fused._block_convolution = by_operations
+                drafter.runner.fused._block_convolution = by_operations
             runs[name] = step_graph(engine, batch, 512)[0]
 
         add("dflash", dflash)

@@ -23,7 +23,7 @@ import torch
 from device_timing import draw_weights, measured_bandwidth, median_ms, profile, say
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from draftsmith.decoding.cache import ContextCache, FusedBlocks
+from draftsmith.algorithms.block_drafter import BlockDrafter
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
@@ -33,6 +33,7 @@ from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.fused import FusedDraft
+from draftsmith.drafts.runner import ContextCache, FusedBlocks
 from draftsmith.targets.target import Target
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4096, 12288, 32, 8, 128, 151936
@@ -116,8 +117,8 @@ def loaded(engine: Engine, batch: int, context: int) -> SlotPool:
     engine._groups.clear()
     for tensor in pool.target_cache.tensors:
         tensor.normal_()
-    if pool.context is not None:
-        pool.context.joint.normal_()
+    if isinstance(pool.draft, ContextCache):
+        pool.draft.joint.normal_()
     pool.state.tokens.random_(engine.target.vocab_size - 1)
     pool.state.finished.fill_(False)
     return pool
@@ -126,8 +127,8 @@ def loaded(engine: Engine, batch: int, context: int) -> SlotPool:
 def pool_bytes(pool: SlotPool) -> int:
     """Of the caches of a pool."""
     caches = [*pool.target_cache.tensors]
-    if pool.context is not None:
-        caches.append(pool.context.joint)
+    if isinstance(pool.draft, ContextCache):
+        caches.append(pool.draft.joint)
     return sum(tensor.numel() * tensor.element_size() for tensor in caches)
 
 
@@ -228,10 +229,10 @@ class Bench:
         for batch in (1, 8):
             engine = self.engine(True, batch)
             pool = loaded(engine, batch, 512)
-            assert engine.stepper.drafting is not None
-            assert pool.context is not None
-            blocks, context = engine.stepper.drafting.blocks, pool.context
+            assert isinstance(engine.drafter, BlockDrafter)
+            blocks, context = engine.drafter.runner, pool.draft
             assert isinstance(blocks, FusedBlocks)
+            assert isinstance(context, ContextCache)
             ids = torch.full((batch, BLOCK), VOCABULARY - 1, device="cuda")
             taps = torch.randn(batch, BLOCK, DRAFT_LAYERS * HIDDEN, device="cuda", dtype=DTYPE)
             for skinny in (True, False):

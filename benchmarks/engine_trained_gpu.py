@@ -19,13 +19,13 @@ from device_timing import draw_weights, profile, say
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.prompts import read_prompts
-from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.runner import DenseBlocks, FusedBlocks
 from draftsmith.targets.target import Target
 
 DEVICE = "cuda"

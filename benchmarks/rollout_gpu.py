@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import RowSampling, SamplingOptions
@@ -210,6 +211,7 @@ def rollouts(
     for name in names:
         draft = make_draft(name)
         method = algorithm_for(draft.config)
+        assert isinstance(method, BlockAlgorithm)
         proposals = method.block_layout(draft.config).max_proposals
         variants: list[dict[str, Any]] = [{"rollout": "plain"}, {"rollout": "dense"}, {"rollout": "pruned"}]
         if name == "domino":
@@ -230,13 +232,13 @@ def rollouts(
                 pruned = variant["rollout"] == "pruned"
                 if (pruned and temperature) or (variant["rollout"] == "plain" and (kind, spread) != heads[0]):
                     continue
-                proposer = method.proposer(draft, ends, **variant)
-                plain = method.proposer(draft, ends, rollout="plain")
+                filler = method.filler(draft, ends, method.parse_decoding(variant))
+                plain = method.filler(draft, ends, method.parse_decoding({"rollout": "plain"}))
                 sampler = make_sampler(batch, temperature)
                 with torch.no_grad():
-                    tokens = proposer.propose(hidden, anchors, sampler).token_ids
-                    reference = plain.propose(hidden, anchors, sampler).token_ids
-                    ms = median_ms(lambda: proposer.propose(hidden, anchors, sampler), repeats)  # noqa: B023
+                    tokens = filler.fill(hidden, anchors, sampler).token_ids
+                    reference = plain.fill(hidden, anchors, sampler).token_ids
+                    ms = median_ms(lambda: filler.fill(hidden, anchors, sampler), repeats)  # noqa: B023
                 yield {
                     "part": "rollout", "method": name, "batch": batch, **variant, "temperature": temperature,
                     "head": kind, "spread": spread, "ms": ms, "floor_ms": floor_ms(draft, proposals, variant),

@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from two_gpus_shapes import COUNT, RANK, Call, Shape, draft_section
 
-from draftsmith.algorithms.algorithm import Proposals, Proposer
+from draftsmith.algorithms.block_algorithm import BlockAlgorithm
+from draftsmith.algorithms.block_drafter import Filler
 from draftsmith.algorithms.build import draft_config
+from draftsmith.algorithms.drafter import Proposals
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.graphs import StepGraphs
@@ -89,25 +91,24 @@ def same_everywhere(value: Any) -> bool:
 
 @dataclass
 class Blocks:
-    """A block's inputs at fixed addresses, and what a proposer made of them."""
+    """A block's inputs at fixed addresses, and what a filler made of them."""
 
-    proposer: Proposer
+    filler: Filler
     hidden: Tensor
     anchors: Tensor
     sampler: RowSampler
     made: Proposals | None = None
 
     def run(self) -> None:
-        self.made = self.proposer.propose(self.hidden, self.anchors, self.sampler)
+        self.made = self.filler.fill(self.hidden, self.anchors, self.sampler)
 
 
-def proposers(target: Target, draft: Draft) -> tuple[Proposer, Proposer]:
+def fillers(target: Target, draft: Draft) -> tuple[Filler, Filler]:
     """(one that shares the vocabulary with all processes, one by itself), both `dense`."""
     method = algorithm_for(draft.config)
-    return (
-        method.proposer(draft, target.ends, rollout="dense", tensor_parallel=True),
-        method.proposer(draft, target.ends, rollout="dense"),
-    )
+    assert isinstance(method, BlockAlgorithm)
+    shared, own = (method.parse_decoding({"rollout": "dense", "tensor_parallel": parts}) for parts in (True, False))
+    return method.filler(draft, target.ends, shared), method.filler(draft, target.ends, own)
 
 
 def states(target: Target, batch: int, slots: int, kind: str, generator: torch.Generator) -> Tensor:
@@ -134,7 +135,7 @@ def blocks_of(target: Target, draft: Draft, batch: int, kind: str) -> tuple[Bloc
     hidden = states(target, batch, draft.config.block.size, kind, generator)
     anchors = torch.randint(target.vocab_size, (batch,), device=target.device, generator=generator)
     sampler = sampler_of(batch, kind, target.device)
-    shared, own = (Blocks(proposer, hidden, anchors, sampler) for proposer in proposers(target, draft))
+    shared, own = (Blocks(filler, hidden, anchors, sampler) for filler in fillers(target, draft))
     return shared, own
 
 

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Proposals, TokenSampler
+from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.decoding import step as step_module
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import generate
@@ -148,7 +148,7 @@ class SampledProposals:
     num_proposals: int = 3
     hold_back: bool = False
 
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+    def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         drawn = [sampler(self.draft.logits(hidden[:, slot + 1], self.ends), slot) for slot in range(self.num_proposals)]
         count = anchor_ids % (self.num_proposals + 1) if self.hold_back else None
         q = [q for _, q in drawn if q is not None]
@@ -159,7 +159,7 @@ def small_engine(proposals: str) -> Engine:
     target, draft = small_models()
     engine = Engine(target, None if proposals == "none" else draft)
     if proposals.startswith("sampled"):
-        engine.proposer = SampledProposals(draft, target.ends, hold_back=proposals == "sampled, held back")
+        engine.drafter.filler = SampledProposals(draft, target.ends, hold_back=proposals == "sampled, held back")
     return engine
 
 

@@ -1,20 +1,21 @@
 """What a method is: the contract that one file per method fulfils, and that capture, training and decoding ask.
 
 A method states here, once, which features it needs (`capture`), how its blocks line up (`block_layout`), which head its
-network has (`head_config`), what is summed and divided by what (`objective`), and how a block is filled with tokens
-(`proposer`). Nothing outside `algorithms/` asks a method for its name to decide what to do.
+network has (`head_config`), what is summed and divided by what (`objective`), and what proposes tokens in decoding
+(`drafter`). Nothing outside `algorithms/` asks a method for its name to decide what to do.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import torch
-from pydantic import BaseModel, ConfigDict, StrictInt
+from pydantic import StrictInt
 from torch import Tensor
 
+from draftsmith.algorithms.drafter import AnyDrafter
+from draftsmith.algorithms.options import DecodingOptions, Options, parse_decoding_options
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockLayout
@@ -62,63 +63,7 @@ class Objective(Protocol):
     def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms: ...
 
 
-# --- decoding -------------------------------------------------------------------------------------------------------
-
-
-class TokenSampler(Protocol):
-    """How a proposer turns logits into tokens under the request's sampling options (given by the engine).
-
-    `sampler(logits [batch, V], draw)` -> (ids [batch] int64, q [batch, V] or None). Greedy: argmax, ties to the lowest
-    id, q None. Sampling: draws from the processed distribution and returns it as q. `draw` (0, 1, ...) numbers the
-    draws of one block, so that each uses fresh randomness of its row's own stream. A proposer to which only some tokens
-    are possible may hand over theirs alone, in order of ids; the results then count among these.
-    """
-
-    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]: ...
-
-
-@dataclass(frozen=True)
-class Proposals:
-    """The tokens a block proposes.
-
-    token_ids [batch, P] int64; q [batch, P, V], the distribution each was drawn from, None for deterministic proposals;
-    count [batch] int64, how many of the P are worth verifying (None: all); the verifier treats the rest as not
-    proposed.
-    """
-
-    token_ids: Tensor
-    q: Tensor | None = None
-    count: Tensor | None = None
-
-    @classmethod
-    def of_draws(cls, draws: Sequence[tuple[Tensor, Tensor | None]], count: Tensor | None = None) -> "Proposals":
-        """What a `TokenSampler` gave for one slot after the other, over the whole vocabulary."""
-        distributions = [q for _, q in draws if q is not None]
-        return cls(
-            torch.stack([ids for ids, _ in draws], dim=1),
-            torch.stack(distributions, dim=1) if distributions else None,
-            count,
-        )
-
-
-class Proposer(Protocol):
-    """Fills a block with tokens; a function of tensors without host synchronisation."""
-
-    num_proposals: int
-
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], the draft's final states of the block; anchor_ids [batch] int64, the last committed
-        token."""
-        ...
-
-
 # --- the method -----------------------------------------------------------------------------------------------------
-
-
-class Options(BaseModel):
-    """Base of every typed options block: unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DraftSection(Options):
@@ -165,8 +110,10 @@ class Algorithm(ABC):
     """The typed `draft` section of its recipes."""
     published_head: ClassVar[dict[str, Any]] = {}
     """The fields of the section that size its head in published drafts, where they have no default."""
+    decoding_options: ClassVar[type[DecodingOptions]] = DecodingOptions
+    """What its drafter can be told."""
     trimming_options: ClassVar[tuple[str, ...]] = ()
-    """Decoding options that only have a block propose fewer tokens, never other ones."""
+    """Decoding options that only leave proposals out, and never change one."""
 
     @abstractmethod
     def head_config(self, section: Any) -> dict[str, Any]:
@@ -190,15 +137,24 @@ class Algorithm(ABC):
         return True
 
     @abstractmethod
-    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        """The filler of blocks. num_proposals None: the layout's maximum; more than that is an error. `decoding` are
-        the method's own decoding options by name; one that it does not have is an error."""
+    def num_proposals(self, config: DraftConfig) -> int:
+        """Tokens that a draft of this configuration proposes a verify, unless it is told to propose fewer."""
 
     @abstractmethod
-    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
-        """A proposer of the same greedy tokens, up to rounding, for whoever wants to see what each was chosen from: it
-        hands the logits of every slot to the sampler, in order, and proposes what the sampler chooses. No decoding
-        options apply, and nothing is left out for speed. num_proposals as for `proposer`."""
+    def drafter(self, draft: Draft, ends: TargetEnds, options: DecodingOptions | None = None) -> AnyDrafter:
+        """What proposes in decoding. options: of the class `decoding_options`; None: all defaults.
+
+        Raises `DraftsmithError` for options that this draft cannot follow, such as more proposals than it has."""
+
+    @abstractmethod
+    def stepwise_drafter(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> AnyDrafter:
+        """A drafter of the same greedy tokens, up to rounding, for whoever wants to see what each was chosen from: it
+        hands the logits of every proposal to the sampler, in order, and proposes what the sampler chooses. The draft's
+        own modules run on any device, and nothing is left out for speed. num_proposals as in `DecodingOptions`."""
+
+    def parse_decoding(self, own: Mapping[str, Any], num_proposals: int | None = None) -> DecodingOptions:
+        """Typed decoding options from those of the method by name; `DraftsmithError` names each fault."""
+        return parse_decoding_options(self.name, self.decoding_options, own, num_proposals)
 
     def serving(self, config: DraftConfig) -> Serving:
         """How SGLang and vLLM run this draft; as they run DFlash, unless a method says otherwise."""

@@ -32,8 +32,8 @@ QWEN3_8B = DraftConfig(
 
 @dataclass(frozen=True)
 class Costs:
-    """bytes_per_token: of features in a store; proposals: the most tokens a block proposes; parameters: of the draft,
-    of which extra_parameters are the method's own, beside the network that all methods share."""
+    """bytes_per_token: of features in a store; proposals: the most tokens that it proposes a verify; parameters: of the
+    draft, of which extra_parameters are the method's own, beside the network that all methods share."""
 
     bytes_per_token: int
     proposals: int
@@ -57,5 +57,4 @@ def costs(method: Algorithm, config: DraftConfig, dtype: torch.dtype = torch.bfl
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
     extra = sum(size for name, size in sizes.items() if is_added(name))
     stored = replace(method.capture(config), dtype=dtype).bytes_per_token
-    proposals = method.block_layout(config).max_proposals
-    return Costs(stored, proposals, sum(sizes.values()), extra)
+    return Costs(stored, method.num_proposals(config), sum(sizes.values()), extra)

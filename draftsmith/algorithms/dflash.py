@@ -7,19 +7,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import (
-    Algorithm,
-    BlockOutputs,
-    DraftSection,
-    Objective,
-    Proposals,
-    Proposer,
-    Terms,
-    TokenSampler,
-)
-from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
+from draftsmith.algorithms.block_algorithm import BlockAlgorithm
+from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
+from draftsmith.algorithms.options import DecodingOptions
 from draftsmith.algorithms.sampled_vocabulary import SampledVocabulary
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
@@ -79,39 +73,25 @@ class DFlashObjective:
         return Terms(numerator, denominator, metrics)
 
 
-@dataclass
-class DFlashProposer:
+class DFlashFiller(Filler):
     """Each slot's most likely token, ties to the lowest id. Deterministic also when the request samples: slots know
     nothing of each other, and tokens drawn independently would rarely fit together."""
 
-    draft: Draft
-    ends: TargetEnds
-    layout: BlockLayout
-    num_proposals: int
-
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], anchor_ids [batch] (slot 0 has read it; not needed again) -> token_ids [batch, P]."""
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
-        return Proposals(self.draft.argmax(slots, self.ends))
+    def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
+        """As in `Filler`; slot 0 has read the anchor, which is not needed again."""
+        return Proposals(self.draft.argmax(self.predicting(hidden), self.ends))
 
 
-@dataclass
-class StepwiseDFlashProposer:
-    """Each slot's token by the sampler, from its own logits: for a greedy sampler what `DFlashProposer` proposes."""
+class StepwiseDFlashFiller(Filler):
+    """Each slot's token by the sampler, from its own logits: for a greedy sampler what `DFlashFiller` proposes."""
 
-    draft: Draft
-    ends: TargetEnds
-    layout: BlockLayout
-    num_proposals: int
-
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
-        logits = self.draft.logits(slots, self.ends)  # [batch, P, V]
+    def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
+        """As in `Filler`."""
+        logits = self.draft.logits(self.predicting(hidden), self.ends)  # [batch, P, V]
         return Proposals.of_draws([sampler(logits[:, slot], slot) for slot in range(self.num_proposals)])
 
 
-class DFlash(Algorithm):
+class DFlash(BlockAlgorithm[DecodingOptions]):
     """One forward proposes a block's B-1 tokens; no head of its own, and no decoding options."""
 
     name = "dflash"
@@ -133,11 +113,10 @@ class DFlash(Algorithm):
         """Sampled vocabularies have a size that the device decides."""
         return section.objective.negatives is None
 
-    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        check_no_decoding_options(self.name, decoding)
+    def filler(self, draft: Draft, ends: TargetEnds, options: DecodingOptions) -> Filler:
         layout = self.block_layout(draft.config)
-        return DFlashProposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+        return DFlashFiller(draft, ends, layout, check_num_proposals(options.num_proposals, layout))
 
-    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
+    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
         layout = self.block_layout(draft.config)
-        return StepwiseDFlashProposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+        return StepwiseDFlashFiller(draft, ends, layout, check_num_proposals(num_proposals, layout))

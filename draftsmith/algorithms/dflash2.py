@@ -9,24 +9,18 @@ import torch
 from pydantic import Field, StrictInt
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import (
-    Algorithm,
-    BlockOutputs,
-    DraftSection,
-    Objective,
-    Proposals,
-    Proposer,
-    Terms,
-    TokenSampler,
-)
-from draftsmith.algorithms.checks import check_no_decoding_options, check_num_proposals
+from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
+from draftsmith.algorithms.block_algorithm import BlockAlgorithm
+from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.dflash2_path import DFlash2Filler, selector_of
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
+from draftsmith.algorithms.options import DecodingOptions
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head, DFlash2HeadConfig
+from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2HeadConfig
 from draftsmith.losses.chunked import Chunk, chunked_sum
 from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
@@ -153,44 +147,7 @@ def _best(scores: Tensor, ids: Tensor) -> Tensor:
     return torch.where(best, ids, ids.amax(-1, keepdim=True)).amin(-1)
 
 
-def selector_of(draft: Draft) -> CandidateSelector:
-    """The selector of a DFlash 2 draft."""
-    return cast(DFlash2Head, draft.head).candidate_selector
-
-
-def draw_path(
-    selector: CandidateSelector, slots: Tensor, unary: Tensor, anchor_ids: Tensor, sampler: TokenSampler
-) -> Proposals:
-    """A path through the slots' candidates, left to right: slots [batch, P, H], unary [batch, P, V]."""
-    # In order of ids, as a vocabulary is: ties go to the lowest one, and a draw's inverse CDF runs as over all tokens.
-    candidates = selector.candidates(unary).sort(-1).values  # [batch, P, K]
-    draws, ids = [], anchor_ids
-    for slot in range(slots.shape[1]):
-        offered = candidates[:, slot]
-        chosen, q = sampler(selector.scores(unary[:, slot], selector.latent(slots[:, slot], ids), offered), slot)
-        ids = offered.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        everywhere = None if q is None else q.new_zeros(unary[:, slot].shape).scatter(-1, offered, q)
-        draws.append((ids, everywhere))
-    return Proposals.of_draws(draws)
-
-
-@dataclass
-class DFlash2Proposer:
-    """A path through the slots' candidates: each token is the best of the selector's scores given the token before it,
-    or drawn from them. All other tokens have probability 0."""
-
-    draft: Draft
-    ends: TargetEnds
-    layout: BlockLayout
-    num_proposals: int
-
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals]  # [batch, P, H]
-        return draw_path(selector_of(self.draft), slots, self.draft.logits(slots, self.ends), anchor_ids, sampler)
-
-
-class DFlash2(Algorithm):
+class DFlash2(BlockAlgorithm[DecodingOptions]):
     """One forward, then B-1 small steps of the selector over each slot's candidates, which are all that it proposes."""
 
     name = "dflash2"
@@ -208,12 +165,11 @@ class DFlash2(Algorithm):
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DFlash2Objective(self.block_layout(config), section.objective)
 
-    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        check_no_decoding_options(self.name, decoding)
+    def filler(self, draft: Draft, ends: TargetEnds, options: DecodingOptions) -> Filler:
         if draft.device.type != "cuda":
-            return self.stepwise_proposer(draft, ends, num_proposals)
+            return self.stepwise_filler(draft, ends, options.num_proposals)
         # Kernels need the package triton, which not every installation has.
-        from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Proposer
+        from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
         from draftsmith.kernels.rollout.candidate_path import fits
 
         head = cast(DFlash2HeadConfig, draft.config.head_config)
@@ -224,10 +180,10 @@ class DFlash2(Algorithm):
                 head.selector_top_k,
                 head.selector_rank,
             )
-            return self.stepwise_proposer(draft, ends, num_proposals)
+            return self.stepwise_filler(draft, ends, options.num_proposals)
         layout = self.block_layout(draft.config)
-        return KernelDFlash2Proposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+        return KernelDFlash2Filler(draft, ends, layout, check_num_proposals(options.num_proposals, layout))
 
-    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
+    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
         layout = self.block_layout(draft.config)
-        return DFlash2Proposer(draft, ends, layout, check_num_proposals(num_proposals, layout))
+        return DFlash2Filler(draft, ends, layout, check_num_proposals(num_proposals, layout))

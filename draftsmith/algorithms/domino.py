@@ -7,20 +7,13 @@ import torch
 from pydantic import Field, StrictBool, StrictInt
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import (
-    Algorithm,
-    BlockOutputs,
-    DraftSection,
-    Objective,
-    Proposals,
-    Proposer,
-    Terms,
-    TokenSampler,
-)
-from draftsmith.algorithms.checks import check_num_proposals
+from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
+from draftsmith.algorithms.block_algorithm import BlockAlgorithm
+from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
-from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary, decoding_options
+from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
@@ -138,20 +131,14 @@ def corrections(draft: Draft, ends: TargetEnds, hidden: Tensor, blocks: Blocks) 
     return latent * (label >= head.pure_draft_prefix_len).unsqueeze(-1)
 
 
-@dataclass
-class DominoProposer:
+class DominoFiller(Filler):
     """Fills the block left to right: each token is drawn from (or is the argmax of) the logits that the tokens before
     it have corrected, over the whole vocabulary. All state is in tensors; every step is the same work."""
 
-    draft: Draft
-    ends: TargetEnds
-    layout: BlockLayout
-    num_proposals: int
-
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
+    def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
+        """As in `Filler`."""
         head = cast(DominoHead, self.draft.head)
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
+        slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         base = self.draft.logits(slots, self.ends)  # [batch, P, V]
         draws = []
         previous = self.draft.scaled(self.ends.embedding_rows(anchor_ids))  # [batch, H]
@@ -167,7 +154,7 @@ class DominoProposer:
         return Proposals.of_draws(draws)
 
 
-class Domino(Algorithm):
+class Domino(BlockAlgorithm[DominoDecodingOptions]):
     """One forward, then a step of the GRU and the correction for each token: B-1 of them, or B where the anchor's own
     slot predicts (`shift_label`)."""
 
@@ -176,6 +163,7 @@ class Domino(Algorithm):
     summary = "Masked block, corrected left to right by a GRU over the block's own tokens"
     paper = "arXiv 2605.29707"
     section: ClassVar[type[DraftSection]] = DominoSection
+    decoding_options = DominoDecodingOptions
     published_head: ClassVar[dict[str, Any]] = {
         "gru_hidden_dim": 1024,
         "emb_dim": 256,
@@ -200,12 +188,11 @@ class Domino(Algorithm):
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         return DominoObjective(self.block_layout(config), section.objective)
 
-    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        options = decoding_options(self.name, DominoDecodingOptions, decoding)
+    def filler(self, draft: Draft, ends: TargetEnds, options: DominoDecodingOptions) -> Filler:
         weight = cast(DominoHead, draft.head).output_weight
         part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
-        count = check_num_proposals(num_proposals, layout)
+        count = check_num_proposals(options.num_proposals, layout)
         rollout = options.resolve(self.name, weight[part.first : part.last])
         if rollout == "plain":
             if options.token_table:
@@ -213,11 +200,11 @@ class Domino(Algorithm):
                     "domino: token_table is True, and the rollout is 'plain', which reads none; leave it out, or set "
                     "rollout to 'dense' or 'pruned'"
                 )
-            return DominoProposer(draft, ends, layout, count)
+            return DominoFiller(draft, ends, layout, count)
         # Kernels need the package triton, which not every installation has.
-        from draftsmith.algorithms.domino_rollout import KeyedDominoProposer
+        from draftsmith.algorithms.domino_rollout import KeyedDominoFiller
 
-        return KeyedDominoProposer.of(
+        return KeyedDominoFiller.of(
             draft,
             ends,
             layout,
@@ -228,5 +215,5 @@ class Domino(Algorithm):
             kernels=draft.device.type == "cuda",
         )
 
-    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
-        return self.proposer(draft, ends, num_proposals, rollout="plain")
+    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
+        return self.filler(draft, ends, DominoDecodingOptions(num_proposals=num_proposals, rollout="plain"))

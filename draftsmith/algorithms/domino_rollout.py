@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftsmith.algorithms.algorithm import Proposals, TokenSampler
-from draftsmith.algorithms.rollout import Derived, KeyedSampler, VocabularyPart
+from draftsmith.algorithms.block_drafter import Filler
+from draftsmith.algorithms.drafter import Proposals, Sampler
+from draftsmith.algorithms.rollout import Derived, VocabularyPart
 from draftsmith.algorithms.search import BlockSearch, Search, base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
@@ -24,18 +25,14 @@ GUESSES, GUESSED_ROWS = 4, 2
 
 
 @dataclass
-class KeyedDominoProposer:
+class KeyedDominoFiller(Filler):
     """Fills the block left to right, each step from the key that the step before left in device memory.
 
-    ends: the whole target's; part_ends: of the tokens that `search` covers. table: the GRU's input side of every token,
+    ends: the whole target's. part_ends: of the tokens that `search` covers. table: the GRU's input side of every token,
     [V, 3G], or None: read the embedding and multiply. kernels: run the Triton kernels, not their references.
     """
 
-    draft: Draft
-    ends: TargetEnds
     part_ends: TargetEnds
-    layout: BlockLayout
-    num_proposals: int
     search: Search
     table: Derived[Tensor] | None
     kernels: bool
@@ -52,8 +49,8 @@ class KeyedDominoProposer:
         pruned: bool,
         with_table: bool,
         kernels: bool,
-    ) -> "KeyedDominoProposer":
-        """The proposer over this part of the vocabulary; builds the token table and the bounds of W2's rows. Raises
+    ) -> "KeyedDominoFiller":
+        """The filler over this part of the vocabulary; builds the token table and the bounds of W2's rows. Raises
         `DraftsmithError` for a head that the kernels cannot hold."""
         head = cast(DominoHead, draft.head)
         if kernels and head.prefix_gru.hidden_size > MAX_WIDTH:
@@ -71,15 +68,15 @@ class KeyedDominoProposer:
         for derived in (table, search.bounds):
             if derived is not None:
                 derived()
-        return cls(draft, ends, part.ends(ends), layout, num_proposals, search, table, kernels)
+        return cls(draft, ends, layout, num_proposals, part.ends(ends), search, table, kernels)
 
     @torch.no_grad()
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], with q [batch, P, V] when sampling."""
+    def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
+        """As in `Filler`."""
         head = cast(DominoHead, self.draft.head)
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
+        slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         base = base_logits(self.draft, slots, self.part_ends, self.kernels)
-        block = self.search.block(base, anchor_ids, cast(KeyedSampler, sampler))
+        block = self.search.block(base, anchor_ids, sampler)
         width = head.prefix_gru.hidden_size
         # W1 [h; s] = W1_h h + W1_s s, the first for all slots at once.
         for_hidden, for_state = cast(nn.Linear, head.embed_proj[0]).weight.split((slots.shape[-1], width), dim=1)

@@ -12,20 +12,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from draftsmith.algorithms.algorithm import (
-    Algorithm,
-    BlockOutputs,
-    DraftSection,
-    Objective,
-    Proposals,
-    Proposer,
-    Terms,
-    TokenSampler,
-)
-from draftsmith.algorithms.checks import check_num_proposals
+from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
+from draftsmith.algorithms.block_algorithm import BlockAlgorithm
+from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
-from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary, decoding_options
+from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
@@ -184,24 +177,19 @@ def reachable(blocks: Blocks) -> Blocks:
 
 
 @dataclass
-class DSparkProposer:
+class DSparkFiller(Filler):
     """Left to right: each slot's logits with the bias of the token chosen before it, from which the sampler chooses.
 
     Whether a slot counts under `min_survival` depends on the tokens before it only, so the output does not change.
     """
 
-    draft: Draft
-    ends: TargetEnds
-    layout: BlockLayout
-    num_proposals: int
     min_survival: float | None = None
 
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], q where the request samples, count where
-        `min_survival` is set."""
+    def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
+        """As in `Filler`, with a count where `min_survival` is set."""
         head = _head(self.draft)
         markov = head.markov_head
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
+        slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         unary = self.draft.logits(slots, self.ends)  # [batch, P, V]
         ids, state = anchor_ids, markov.start(markov.embed(anchor_ids))
         draws, confidence = [], []
@@ -222,7 +210,7 @@ class DSparkProposer:
 # --- the method -----------------------------------------------------------------------------------------------------
 
 
-class DSpark(Algorithm):
+class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
     """One forward, then a step of the bias for each of B tokens; proposals may end where the slots' confidence does
     (`min_survival`)."""
 
@@ -231,6 +219,7 @@ class DSpark(Algorithm):
     summary = "Masked block with a bias from the token before, and a confidence for every slot"
     paper = "arXiv 2607.05147"
     section: ClassVar[type[DraftSection]] = DSparkSection
+    decoding_options = DSparkDecodingOptions
     published_head: ClassVar[dict[str, Any]] = {"markov_rank": 256}
     trimming_options: ClassVar[tuple[str, ...]] = ("min_survival",)
 
@@ -265,21 +254,20 @@ class DSpark(Algorithm):
             raise DraftsmithError(_no_confidence_head("draft.objective.confidence_weight", weight))
         return DSparkObjective(self.block_layout(config), options, None)
 
-    def proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None, **decoding: Any) -> Proposer:
-        options = decoding_options(self.name, DSparkDecodingOptions, decoding)
+    def filler(self, draft: Draft, ends: TargetEnds, options: DSparkDecodingOptions) -> Filler:
         if options.min_survival is not None and _head(draft).confidence_head is None:
             raise DraftsmithError(_no_confidence_head("min_survival", options.min_survival))
         weight = _head(draft).markov_head.markov_w2.weight
         part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
-        count = check_num_proposals(num_proposals, layout)
+        count = check_num_proposals(options.num_proposals, layout)
         rollout = options.resolve(self.name, weight[part.first : part.last])
         if rollout == "plain":
-            return DSparkProposer(draft, ends, layout, count, options.min_survival)
+            return DSparkFiller(draft, ends, layout, count, options.min_survival)
         # Kernels need the package triton, which not every installation has.
-        from draftsmith.algorithms.dspark_rollout import KeyedDSparkProposer
+        from draftsmith.algorithms.dspark_rollout import KeyedDSparkFiller
 
-        return KeyedDSparkProposer.of(
+        return KeyedDSparkFiller.of(
             draft,
             ends,
             layout,
@@ -290,5 +278,5 @@ class DSpark(Algorithm):
             min_survival=options.min_survival,
         )
 
-    def stepwise_proposer(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Proposer:
-        return self.proposer(draft, ends, num_proposals, rollout="plain")
+    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
+        return self.filler(draft, ends, DSparkDecodingOptions(num_proposals=num_proposals, rollout="plain"))

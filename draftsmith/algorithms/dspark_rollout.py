@@ -7,8 +7,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Proposals, TokenSampler
-from draftsmith.algorithms.rollout import KeyedSampler, VocabularyPart
+from draftsmith.algorithms.block_drafter import Filler
+from draftsmith.algorithms.drafter import Proposals, Sampler
+from draftsmith.algorithms.rollout import VocabularyPart
 from draftsmith.algorithms.search import Search, base_logits
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
@@ -18,16 +19,13 @@ from draftsmith.targets.ends import TargetEnds
 
 
 @dataclass
-class KeyedDSparkProposer:
+class KeyedDSparkFiller(Filler):
     """Fills the block left to right, each step from the key that the step before left in device memory.
 
-    part_ends: the target's ends for the tokens that `search` covers; min_survival as for the plain proposer.
+    part_ends: the target's ends for the tokens that `search` covers; min_survival as for the plain filler.
     """
 
-    draft: Draft
     part_ends: TargetEnds
-    layout: BlockLayout
-    num_proposals: int
     search: Search
     min_survival: float | None = None
 
@@ -43,8 +41,8 @@ class KeyedDSparkProposer:
         pruned: bool,
         kernels: bool,
         min_survival: float | None,
-    ) -> "KeyedDSparkProposer":
-        """The proposer over this part of the vocabulary; computes the bounds of W2's rows."""
+    ) -> "KeyedDSparkFiller":
+        """The filler over this part of the vocabulary; computes the bounds of W2's rows."""
         head = cast(DSparkHead, draft.head)
         search = Search.of(
             lambda: head.markov_head.markov_w2.weight,
@@ -54,17 +52,16 @@ class KeyedDSparkProposer:
         )
         if search.bounds is not None:
             search.bounds()
-        return cls(draft, part.ends(ends), layout, num_proposals, search, min_survival)
+        return cls(draft, ends, layout, num_proposals, part.ends(ends), search, min_survival)
 
     @torch.no_grad()
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
-        """hidden [batch, B, H], anchor_ids [batch] -> token_ids [batch, P], q where rows sample, count where
-        `min_survival` is set."""
+    def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
+        """As in `Filler`, with a count where `min_survival` is set."""
         head = cast(DSparkHead, self.draft.head)
         markov = head.markov_head
-        slots = self.layout.predicting(hidden, dim=1)[:, : self.num_proposals].contiguous()  # [batch, P, H]
+        slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         base = base_logits(self.draft, slots, self.part_ends, self.search.kernels)
-        block = self.search.block(base, anchor_ids, cast(KeyedSampler, sampler))
+        block = self.search.block(base, anchor_ids, sampler)
         state = slots.new_zeros(slots.shape[0], markov.rank)
         for step in range(self.num_proposals):
             if markov.latent_is_embedding:

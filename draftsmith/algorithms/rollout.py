@@ -8,22 +8,21 @@ keeps one key a row and step (`kernels.vocabulary.keys`) and never writes a voca
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
-from pydantic import StrictBool, ValidationError
+from pydantic import StrictBool
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Options
+from draftsmith.algorithms.options import DecodingOptions
 from draftsmith.base.dtypes import DTYPES
-from draftsmith.drafts.checks import describe
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.device import need_triton
 from draftsmith.targets.ends import TargetEnds
 
 
-class RolloutOptions(Options):
+class RolloutOptions(DecodingOptions):
     """Decoding options of a sequential head.
 
     `rollout`: `auto` is `plain` off CUDA devices; on one it is `pruned` for heads where that pays and `dense` for
@@ -53,38 +52,6 @@ class RolloutOptions(Options):
         if chosen == "auto":
             chosen = _by_kernels(weight)
         return chosen
-
-
-OptionsType = TypeVar("OptionsType", bound=Options)
-
-
-def decoding_options(method: str, kind: type[OptionsType], given: dict[str, Any]) -> OptionsType:
-    """The method's typed decoding options; `DraftsmithError` names each fault."""
-    try:
-        return kind(**given)
-    except ValidationError as error:
-        raise DraftsmithError(describe(error, f"the decoding options of {method}", kind.model_fields)) from None
-
-
-class KeyedSampler(Protocol):
-    """What `dense` and `pruned` ask of the engine's sampler.
-
-    greedy: whether every row takes its most likely token; temperature [batch] fp32, 0 in such rows; filtered [batch]
-    bool, rows with top-k or top-p, or None when there are none; seeds and anchors [batch] int64, which number each
-    row's noise. As a `TokenSampler` it gives the distribution of filtered rows.
-    """
-
-    @property
-    def greedy(self) -> bool: ...
-    @property
-    def temperature(self) -> Tensor: ...
-    @property
-    def filtered(self) -> Tensor | None: ...
-    @property
-    def seeds(self) -> Tensor: ...
-    @property
-    def anchors(self) -> Tensor: ...
-    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The search for each step's token over a vocabulary, or over this process's part of one, by keys.
 
-A `Search` belongs to a proposer; `Search.block` begins one block and gives a `BlockSearch`, whose `choose` finds one
+A `Search` belongs to a filler; `Search.block` begins one block and gives a `BlockSearch`, whose `choose` finds one
 step's token for all rows.
 """
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftsmith.algorithms.rollout import Derived, KeyedSampler, VocabularyPart
+from draftsmith.algorithms.drafter import Sampler
+from draftsmith.algorithms.rollout import Derived, VocabularyPart
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.rollout import low_rank_argmax as dense
@@ -30,7 +31,7 @@ longer than all together without bounds."""
 
 @dataclass
 class Search:
-    """Where a proposer looks for tokens: the correction's output matrix of its part of the vocabulary [n, E], and how.
+    """Where a filler looks for tokens: the correction's output matrix of its part of the vocabulary [n, E], and how.
 
     bounds: of the matrix's rows, where rows that cannot win are not read. kernels: whether to run the Triton kernels or
     their PyTorch references.
@@ -51,7 +52,7 @@ class Search:
         bounds = Derived(lambda: (own(),), row_bounds) if pruned else None
         return cls(own, bounds, part, kernels)
 
-    def block(self, base: Tensor, anchor_ids: Tensor, sampler: KeyedSampler) -> "BlockSearch":
+    def block(self, base: Tensor, anchor_ids: Tensor, sampler: Sampler) -> "BlockSearch":
         """Begins a block: base [batch, P, n], the slots' logits; anchor_ids [batch] int64."""
         return BlockSearch(self, base, anchor_ids, sampler)
 
@@ -79,7 +80,7 @@ def _check_rank(weight: Tensor, pruned: bool) -> None:
 class BlockSearch:
     """One block in the making: `keys` [P + 1, batch], the anchor's and then each step's best."""
 
-    def __init__(self, search: Search, base: Tensor, anchor_ids: Tensor, sampler: KeyedSampler) -> None:
+    def __init__(self, search: Search, base: Tensor, anchor_ids: Tensor, sampler: Sampler) -> None:
         self.search, self.base, self.sampler = search, base, sampler
         batch, steps, _ = base.shape
         self.weight = search.weight()

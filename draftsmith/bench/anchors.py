@@ -6,19 +6,21 @@ verifies begin: `replay` walks it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from draftsmith.algorithms.drafter import AnyDrafter, DraftState
 from draftsmith.algorithms.registry import algorithm_for
-from draftsmith.blocks.build import anchor_block_inputs
-from draftsmith.decoding.cache import ContextCache, DenseBlocks
 from draftsmith.drafts.draft import Draft
-from draftsmith.targets.target import Target
+from draftsmith.targets.target import Target, TargetStates
 
 ROWS = 32
 """Anchors that go through the draft together."""
+
+CHUNK = 64
+"""Tokens of a row that a drafter takes in at a time."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,15 @@ class Anchored:
 
 
 class GreedySampler:
-    """The `TokenSampler` of greedy requests, which remembers the chances that the logits gave."""
+    """The `Sampler` of `batch` greedy rows, which remembers the chances that the logits gave."""
 
-    def __init__(self) -> None:
+    greedy = True
+    filtered = None
+
+    def __init__(self, batch: int, device: torch.device) -> None:
         self.chances: list[Tensor] = []
+        self.temperature = torch.zeros(batch, device=device)
+        self.seeds = self.anchors = torch.zeros(batch, dtype=torch.int64, device=device)  # nothing is drawn
 
     def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
         ids = logits.argmax(-1)
@@ -55,20 +62,22 @@ class Proposed:
 
 @torch.no_grad()
 def proposals_at(target: Target, draft: Draft, token_ids: Sequence[int], anchors: Sequence[int]) -> Proposed:
-    """The draft's greedy proposals at `anchors` (positions) of a text, each as if a verify began there."""
-    proposer = algorithm_for(draft.config).stepwise_proposer(draft, target.ends)
-    context = _context(target, draft, token_ids)
-    blocks = DenseBlocks(draft)
-    ids = torch.tensor(list(token_ids), device=target.device)
-    extent = context.cache.length
+    """The draft's greedy proposals at `anchors` (positions, rising) of a text, each as if a verify began there."""
+    drafter = algorithm_for(draft.config).stepwise_drafter(draft, target.ends)
+    text = _Text.read_by(target, drafter, token_ids)
+    rows, extent = min(ROWS, len(anchors)), len(token_ids) + max(drafter.reach, CHUNK)
+    state = drafter.new_state(rows, extent)
+    taken = [0] * rows
     parts: list[Proposed] = []
-    for begin in range(0, len(anchors), ROWS):
-        at = torch.tensor(list(anchors[begin : begin + ROWS]), device=target.device)
-        rows = replace(context, cache=context.cache.repeated(len(at)))
-        hidden = blocks.block(anchor_block_inputs(ids[at], draft.config, target.ends), at, rows, extent)  # [n, B, H]
-        sampler = GreedySampler()
-        proposed = proposer.propose(hidden, ids[at], sampler)
-        parts.append(Proposed(proposed.token_ids, torch.stack(sampler.chances, dim=1)))
+    for begin in range(0, len(anchors), rows):
+        few = len(anchors[begin : begin + rows])
+        # Each row goes on from its anchor before; rows without a further one stay where they are.
+        at = [*anchors[begin : begin + rows], *taken[few:]]
+        text.give(drafter, state, taken, at)
+        taken = at
+        positions, sampler = text.numbers(at), GreedySampler(rows, target.device)
+        proposed = drafter.propose(state, positions, text.ids[positions], extent, sampler)
+        parts.append(Proposed(proposed.token_ids[:few], torch.stack(sampler.chances, dim=1)[:few]))
     return Proposed(torch.cat([part.token_ids for part in parts]), torch.cat([part.chances for part in parts]))
 
 
@@ -103,13 +112,38 @@ def replay(text: Anchored, num_proposals: int) -> list[int]:
     return lengths
 
 
-def _context(target: Target, draft: Draft, token_ids: Sequence[int]) -> ContextCache:
-    """Keys and values of the whole text in the draft's layers, as decoding gathers them; one row."""
-    ids = torch.tensor([list(token_ids)], device=target.device)
-    positions = torch.arange(ids.shape[1], device=target.device)[None]
-    states = target.forward(ids, positions, tap_ids=draft.config.target_layer_ids, final_state=False)
-    blocks = DenseBlocks(draft)
-    context = blocks.new_cache(1, ids.shape[1] + draft.config.block_for("the comparison by anchors").size)
-    assert states.taps is not None
-    blocks.append(states.taps, torch.zeros(1, dtype=torch.int64, device=target.device), context)
-    return context
+@dataclass(frozen=True)
+class _Text:
+    """A text's ids [S] int64 and the target's states of it [1, S, ...]."""
+
+    ids: Tensor
+    states: TargetStates
+
+    @classmethod
+    def read_by(cls, target: Target, drafter: AnyDrafter, token_ids: Sequence[int]) -> "_Text":
+        """With the states that the drafter wants."""
+        ids, wants = torch.tensor(list(token_ids), device=target.device), drafter.wants
+        if not wants.tap_ids and not wants.final_state:
+            return cls(ids, TargetStates(None, None))
+        positions = torch.arange(len(ids), device=target.device)[None]
+        return cls(ids, target.forward(ids[None], positions, tap_ids=wants.tap_ids, final_state=wants.final_state))
+
+    def numbers(self, values: Sequence[int]) -> Tensor:
+        """Host numbers beside the text."""
+        return torch.tensor(values, device=self.ids.device)
+
+    def give(self, drafter: AnyDrafter, state: DraftState, begin: Sequence[int], end: Sequence[int]) -> None:
+        """Has the drafter take in positions begin .. end - 1 of each row."""
+        while begin != end:
+            upto = [min(first + CHUNK, last) for first, last in zip(begin, end, strict=True)]
+            counts = [last - first for first, last in zip(begin, upto, strict=True)]
+            start = self.numbers(begin)
+            places = start[:, None] + torch.arange(max(counts), device=start.device)
+            places = places.clamp(max=len(self.ids) - 1)  # for padding, any token will do
+            states = TargetStates(*(None if of is None else of[0, places] for of in _both(self.states)))
+            drafter.read(state, self.ids[places], states, start, self.numbers(counts))
+            begin = upto
+
+
+def _both(states: TargetStates) -> tuple[Tensor | None, Tensor | None]:
+    return states.taps, states.final_state

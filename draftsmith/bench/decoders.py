@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.algorithms.checks import check_num_proposals
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.records import PLAIN, Decoder
@@ -139,7 +138,7 @@ def _with_graphs(target: Target, options: EngineOptions) -> bool:
 
 def proposals(draft: Draft, options: EngineOptions) -> int:
     """Tokens that the engine has a draft propose a verify."""
-    return check_num_proposals(options.num_proposals, algorithm_for(draft.config).block_layout(draft.config))
+    return options.num_proposals or algorithm_for(draft.config).num_proposals(draft.config)
 
 
 def describe(entry: DraftEntry, options: BenchOptions, memory_bytes: dict[int, int]) -> Decoder:

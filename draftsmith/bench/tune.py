@@ -86,7 +86,7 @@ def shapes(draft: Draft, block_sizes: Sequence[int] | None = None) -> list[Shape
     for size in wanted:
         try:
             view = draft.with_block_size(size)
-            most = algorithm_for(view.config).block_layout(view.config).max_proposals
+            most = algorithm_for(view.config).num_proposals(view.config)
         except DraftConfigError:
             if block_sizes:
                 raise

@@ -6,20 +6,18 @@ from torch import Tensor
 from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockLayout
-from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.shapes import BlockShape
+from draftsmith.kernels.layers.block_embeddings import block_embeddings
 from draftsmith.targets.ends import TargetEnds
 
 
-def anchor_block_inputs(anchor_ids: Tensor, config: DraftConfig, ends: TargetEnds) -> Tensor:
+def anchor_block_inputs(anchor_ids: Tensor, block: BlockShape, ends: TargetEnds) -> Tensor:
     """What `Draft.forward` is given of blocks of which only the anchor is known (DFlash, arXiv 2602.06036): anchor_ids
     [n] int64 -> embeddings [n, B, H] of the anchor's token and of mask tokens, as the target's matrix has them.
 
-    Blocks that show more are `build_blocks`'s. The engine makes the same ids along with its verify's positions
-    (`kernels.state.slot_state.open_step`).
+    Blocks that show more are `build_blocks`'s.
     """
-    block = config.block_for("a block of masked slots")
-    masks = anchor_ids.new_full((len(anchor_ids), block.size - 1), block.mask_token_id)
-    return ends.embedding_rows(torch.cat((anchor_ids[:, None], masks), dim=1))
+    return block_embeddings(ends.embedding_weight, anchor_ids, block.mask_token_id, block.size)
 
 
 def build_blocks(

@@ -6,18 +6,16 @@ lag changes no result, because stop tokens and limits are seen to on the device,
 has ended is not committed.
 """
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from draftsmith.algorithms.algorithm import Proposer
+from draftsmith.algorithms.drafter import AnyDrafter
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.base.devices import current
 from draftsmith.base.rounding import round_up
 from draftsmith.decoding.answer import Answer, Fault, not_finite
-from draftsmith.decoding.cache import BlockRunner, DenseBlocks, FusedBlocks
 from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.pool import SlotPool
@@ -26,17 +24,12 @@ from draftsmith.decoding.reports import Reports
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingBounds
 from draftsmith.decoding.state import DecodingState
-from draftsmith.decoding.step import Drafting, Stepper
+from draftsmith.decoding.step import Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.device import need_triton
 from draftsmith.targets.target import Target
-
-_log = logging.getLogger(__name__)
-
-_FUSED_BLOCK_SIZE = 32
-"""Widest block that the fused pass is tested with."""
 
 
 class Engine:
@@ -122,16 +115,16 @@ class Engine:
                 self.pool.release([slot])
 
     @property
-    def proposer(self) -> Proposer | None:
-        """What fills the draft's blocks: its method's own proposer, unless another one is put in its place (before
-        anything is decoded, else `DraftsmithError`). None without a draft."""
-        return None if self.stepper.drafting is None else self.stepper.drafting.proposer
+    def drafter(self) -> AnyDrafter | None:
+        """What proposes: of the draft's method, unless another one is put in its place (before anything is decoded,
+        else `DraftsmithError`). None without a draft."""
+        return self.stepper.drafter
 
-    @proposer.setter
-    def proposer(self, proposer: Proposer) -> None:
-        if self.stepper.drafting is None or self.pool is not None:
-            raise DraftsmithError("a proposer can be put in only with a draft, and before anything is decoded")
-        self.stepper.drafting.proposer = proposer
+    @drafter.setter
+    def drafter(self, drafter: AnyDrafter) -> None:
+        if self.stepper.drafter is None or self.pool is not None:
+            raise DraftsmithError("a drafter can be put in only with a draft, and before anything is decoded")
+        self.stepper.drafter = drafter
 
     @property
     def preparations(self) -> tuple[int, int]:
@@ -205,11 +198,10 @@ class Engine:
         max_length = min(self.options.max_length or self._wanted_length(), self.target.max_position_embeddings)
         stops = max(8, *(len(answer.stop_token_ids) for answer in self._waiting))
         reserved = max_length + stepper.reach
-        drafting = stepper.drafting
         return SlotPool(
             DecodingState.empty(slots, max_length, stepper.width, stops, self.target.device),
             self.target.new_cache(slots, reserved, stepper.width),
-            None if drafting is None else drafting.blocks.new_cache(slots, reserved),
+            None if stepper.drafter is None else stepper.drafter.new_state(slots, reserved),
             max_length,
             reserved,
         )
@@ -345,9 +337,8 @@ class Engine:
             return Stepper(self.target, None, options.verify_width or 1)
         self._check(draft)
         method = algorithm_for(draft.config)
-        proposer = method.proposer(draft, self.target.ends, options.num_proposals, **options.proposer)
-        layout = method.block_layout(draft.config)
-        return Stepper(self.target, Drafting(draft, layout, block_runner(draft), proposer))
+        decoding = method.parse_decoding(options.proposer, options.num_proposals)
+        return Stepper(self.target, method.drafter(draft, self.target.ends, decoding))
 
     def _check(self, draft: Draft) -> None:
         check_against_target(draft.config, self.target)
@@ -369,20 +360,3 @@ class Engine:
         for name, value in unused:
             if value is not None:
                 raise DraftsmithError(f"{name} is {value!r}, but there is no draft to propose; leave it out")
-
-
-def block_runner(draft: Draft) -> BlockRunner:
-    """What runs the draft's blocks: the fused pass on a CUDA device, if it takes blocks so wide, else the draft's own
-    modules. Where those run on a CUDA device the log says so, once a call."""
-    if draft.device.type != "cuda":
-        return DenseBlocks(draft)
-    block_size = draft.config.block_for("decoding").size
-    if block_size > _FUSED_BLOCK_SIZE:
-        _log.warning(
-            "the draft's blocks have %d slots and the fused pass takes up to %d: the draft's own modules run, which is "
-            "slower; decode with a smaller block (tune finds one), or train one",
-            block_size,
-            _FUSED_BLOCK_SIZE,
-        )
-        return DenseBlocks(draft)
-    return FusedBlocks(draft)

@@ -4,19 +4,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from draftsmith.algorithms.drafter import DraftState
 from draftsmith.decoding.answer import Answer
-from draftsmith.decoding.cache import ContextCache
 from draftsmith.decoding.state import DecodingState, to_device
 from draftsmith.targets.cache import TargetCache
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Some neighbouring slots: their state and caches, views of a pool's storage."""
+    """Some neighbouring slots: their state and caches, views of a pool's storage. draft: what the drafter keeps of
+    them, None without one."""
 
     state: DecodingState
     target_cache: TargetCache
-    context: ContextCache | None
+    draft: DraftState | None
 
 
 @dataclass
@@ -28,7 +29,7 @@ class SlotPool:
 
     state: DecodingState
     target_cache: TargetCache
-    context: ContextCache | None
+    draft: DraftState | None
     max_length: int
     reserved: int
     occupants: list[Answer | None] = field(init=False)
@@ -65,7 +66,7 @@ class SlotPool:
         slots = Slots(
             self.state.rows(begin, end),
             self.target_cache.rows(begin, end),
-            None if self.context is None else self.context.rows(begin, end),
+            None if self.draft is None else self.draft.rows(begin, end),
         )
         if begin == 0:
             self._views[begin, end] = slots
@@ -80,8 +81,8 @@ class SlotPool:
         # tokens gave.
         unclean = sorted(self.unclean.intersection(range(begin, begin + len(answers))))
         self.target_cache.erase(unclean)
-        if self.context is not None:
-            self.context.erase(unclean)
+        if self.draft is not None:
+            self.draft.erase(unclean)
         self.unclean.difference_update(unclean)
         self.state.place(begin, answers)
 

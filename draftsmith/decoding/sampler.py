@@ -1,4 +1,4 @@
-"""How a proposer draws: from each row's own noise, under each row's own options."""
+"""How a drafter draws: from each row's own noise, under each row's own options."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from draftsmith.decoding.sampling import RowSampling, SamplingOptions, distribut
 
 @dataclass(frozen=True)
 class RowSampler:
-    """The `TokenSampler` of one block: draws from each row's own noise (seeds [batch]) at its anchor's position
+    """The `Sampler` of one step: draws from each row's own noise (seeds [batch]) at its anchor's position
     (anchors [batch])."""
 
     sampling: SamplingOptions | RowSampling

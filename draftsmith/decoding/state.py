@@ -10,7 +10,7 @@ from torch import Tensor
 from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.sampling import RowSampling, SamplingBounds
 from draftsmith.kernels.state import slot_state
-from draftsmith.kernels.state.slot_state import REPORT_HEADER
+from draftsmith.kernels.state.slot_state import COMMITTED, REPORT_HEADER
 
 
 @dataclass(frozen=True)
@@ -125,19 +125,24 @@ class DecodingState:
         positions = self.read[:, None] + torch.arange(width, device=self.read.device)
         return self.tokens.gather(1, positions), positions
 
-    def open(self, *, width: int, block: int, filler: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What a step begins with, all int64: anchors [slots], the positions of the last tokens; ids [slots, block],
-        the last token and then `filler`; and the positions of the verify [slots, width], all below `window`.
+    @property
+    def committed(self) -> Tensor:
+        """How many tokens the last commit appended to each row [slots] int64."""
+        return self.report[:, COMMITTED]
+
+    def open(self, *, width: int, ids: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What a step begins with, all int64: anchors [slots], the positions of the last tokens; ids [slots, ids], the
+        last token and then zeros; and the positions of the verify [slots, width], all below `window`.
 
         A token at the last position of the target's window decides nothing any more, so all that would lie beyond it
         is said to be there. Several tokens may then fall on that one position; whichever of them its cache entries
         come from, no query that counts sees them.
         """
-        return slot_state.open_step(self.tokens, self.length, width=width, block=block, filler=filler, window=window)
+        return slot_state.open_step(self.tokens, self.length, width=width, block=ids, filler=0, window=window)
 
-    def mark_draft(self, hidden: Tensor) -> None:
+    def mark_draft(self, states: Tensor) -> None:
         """Marks rows whose states of the draft [slots, ...] are not finite."""
-        slot_state.mark_not_finite(hidden, self.finished, self.invalid_draft)
+        slot_state.mark_not_finite(states, self.finished, self.invalid_draft)
 
     def commit(self, token_ids: Tensor, count: Tensor | None, finite: Tensor, proposed: Tensor | None = None) -> None:
         """Appends what a verify grants, up to the first stop token (kept) and to the limit, and reports it.

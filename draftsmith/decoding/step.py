@@ -1,42 +1,27 @@
-"""One step of decoding for some slots: propose -> verify -> accept -> commit -> append context.
+"""One step of decoding for some slots: propose -> verify -> accept -> commit -> update.
 
 A step is a function of tensors on the device: it never waits for the host, and its shapes do not depend on values, so
 that a graph can hold it. Decoding without a draft is the same step with nothing proposed.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Proposals, Proposer
-from draftsmith.blocks.layout import BlockLayout
-from draftsmith.decoding.cache import BlockRunner
+from draftsmith.algorithms.drafter import AnyDrafter, Proposals, StatesWanted
 from draftsmith.decoding.pool import Slots
 from draftsmith.decoding.rng import Stream, uniform_pair
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distribution, draw_token
 from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
-from draftsmith.drafts.draft import Draft
-from draftsmith.drafts.shapes import BlockShape
+from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TokenChoice
 from draftsmith.targets.target import Target, TargetStates
 
-
-@dataclass
-class Drafting:
-    """What proposes: a draft, its blocks' layout, who runs them, and its method's proposer."""
-
-    draft: Draft
-    layout: BlockLayout
-    blocks: BlockRunner
-    proposer: Proposer
-
-    @property
-    def block(self) -> BlockShape:
-        """Size and mask token of the draft's blocks."""
-        return self.draft.config.block_for("decoding")
+T = TypeVar("T")
 
 
 @dataclass
@@ -44,20 +29,18 @@ class Stepper:
     """The models at work. plain_width: tokens in one target pass where nothing is drafted."""
 
     target: Target
-    drafting: Drafting | None
+    drafter: AnyDrafter | None
     plain_width: int = 1
 
     @property
     def width(self) -> int:
         """Tokens in one verify."""
-        if self.drafting is None:
-            return self.plain_width
-        return self.drafting.layout.verify_width(self.drafting.proposer.num_proposals)
+        return self.plain_width if self.drafter is None else self.drafter.width
 
     @property
     def reach(self) -> int:
         """Cache positions from a row's anchor on that a step touches."""
-        return self.width if self.drafting is None else max(self.width, self.drafting.block.size)
+        return self.width if self.drafter is None else self.drafter.reach
 
     @torch.no_grad()
     def step(self, slots: Slots, extent: int, bounds: SamplingBounds) -> None:
@@ -65,20 +48,22 @@ class Stepper:
         to them. No row's anchor + `reach` exceeds `extent`."""
         state, sampling = slots.state, slots.state.sampling(bounds)
         window = self.target.max_position_embeddings
-        if self.drafting is None:
-            anchors, ids, positions = state.open(width=self.width, block=self.width, filler=0, window=window)
-            proposals = None
-        else:
-            shape = self.drafting.block
-            # Block ids: the anchor, then masks (DFlash, arXiv 2602.06036).
-            anchors, block, positions = state.open(
-                width=self.width, block=shape.size, filler=shape.mask_token_id, window=window
-            )
-            proposals = self._propose(self.drafting, slots, anchors, block, extent, sampling)
-            ids = torch.cat((block[:, :1], proposals.token_ids), dim=1)  # [slots, w]
+        if self.drafter is None:
+            _, ids, positions = state.open(width=self.width, ids=self.width, window=window)
+            states = self._run_target(slots, ids, positions, extent, final_state=True)
+            self._commit(state, _present(states.final_state), None, sampling)
+            return
+        anchors, anchor, positions = state.open(width=self.width, ids=1, window=window)
+        sampler = RowSampler(sampling, state.seeds, anchors)
+        proposals = self.drafter.propose(_present(slots.draft), anchors, anchor[:, 0], extent, sampler)
+        if proposals.parents is not None:
+            raise DraftsmithError("the drafter proposes a tree, and the engine verifies chains; leave parents out")
+        if proposals.states is not None:
+            state.mark_draft(proposals.states)
+        ids = torch.cat((anchor, proposals.token_ids), dim=1)  # [slots, w]
         states = self._run_target(slots, ids, positions, extent, final_state=True)
         self._commit(state, _present(states.final_state), proposals, sampling)
-        self._append_context(slots, states, anchors)
+        self.drafter.update(_present(slots.draft), ids, states, anchors, state.committed)
 
     @torch.no_grad()
     def prefill(self, slots: Slots, width: int, extent: int, bounds: SamplingBounds | None) -> None:
@@ -91,14 +76,16 @@ class Stepper:
         """
         state = slots.state
         ids, positions = state.prompt(width)
-        states = self._run_target(slots, ids, positions, extent, final_state=bounds is not None)
-        self._append_context(slots, states, state.read)
+        left = state.length - state.read  # of the prompt
+        valid = left.clamp(max=width)
+        final_state = bounds is not None or self._wants.final_state
+        states = self._run_target(slots, ids, positions, extent, final_state=final_state)
+        if self.drafter is not None:
+            self.drafter.read(_present(slots.draft), ids, states, state.read, valid)
         if bounds is not None:
             final = _present(states.final_state)
-            left = state.length - state.read  # of the prompt
             ending = left <= width
-            index = left.clamp(max=width) - 1
-            last = final.gather(1, index.view(-1, 1, 1).expand(-1, 1, final.shape[-1]))  # [slots, 1, H]
+            last = final.gather(1, (valid - 1).view(-1, 1, 1).expand(-1, 1, final.shape[-1]))  # [slots, 1, H]
             state.finished.logical_and_(~ending)
             choice = self._choose(state, last, state.sampling(bounds))
             state.commit(choice.ids, ending.long(), choice.finite)
@@ -106,33 +93,17 @@ class Stepper:
 
     # --- the parts of a step ------------------------------------------------------------------------------------------
 
-    def _propose(
-        self,
-        drafting: Drafting,
-        slots: Slots,
-        anchors: Tensor,
-        block: Tensor,
-        extent: int,
-        sampling: RowSampling,
-    ) -> Proposals:
-        """The next tokens as the draft sees them: anchors [slots], block [slots, B] ids."""
-        assert slots.context is not None
-        embeddings = self.target.ends.embedding_rows(block)
-        hidden = drafting.blocks.block(embeddings, anchors, slots.context, extent)  # [slots, B, H]
-        slots.state.mark_draft(hidden)
-        return drafting.proposer.propose(hidden, block[:, 0], RowSampler(sampling, slots.state.seeds, anchors))
+    @property
+    def _wants(self) -> StatesWanted:
+        return StatesWanted() if self.drafter is None else self.drafter.wants
 
     def _run_target(
         self, slots: Slots, ids: Tensor, positions: Tensor, extent: int, *, final_state: bool
     ) -> TargetStates:
-        """Target states of ids [slots, w] at positions [slots, w], all below `extent`, with the draft's taps."""
-        tap_ids = () if self.drafting is None else self.drafting.draft.config.target_layer_ids
+        """Target states of ids [slots, w] at positions [slots, w], all below `extent`, with those that the drafter
+        wants."""
         cache = slots.target_cache.view(extent)
-        return self.target.forward(ids, positions, tap_ids=tap_ids, final_state=final_state, cache=cache)
-
-    def _append_context(self, slots: Slots, states: TargetStates, start: Tensor) -> None:
-        if self.drafting is not None and slots.context is not None:
-            self.drafting.blocks.append(_present(states.taps), start, slots.context)
+        return self.target.forward(ids, positions, tap_ids=self._wants.tap_ids, final_state=final_state, cache=cache)
 
     def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> TokenChoice:
         """The target's own token at each position: final_state [slots, w, H] -> ids and finite [slots, w].
@@ -190,7 +161,7 @@ class Stepper:
         return uniform_pair(state.seeds[:, None], positions, Stream.TOKEN)
 
 
-def _present(tensor: Tensor | None) -> Tensor:
-    """A tensor that was asked for, and therefore is there."""
-    assert tensor is not None
-    return tensor
+def _present(part: T | None) -> T:
+    """What was asked for, and therefore is there."""
+    assert part is not None
+    return part

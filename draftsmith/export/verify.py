@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.registry import algorithm_for
-from draftsmith.blocks.build import anchor_block_inputs
-from draftsmith.decoding.cache import block_masks
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import read_directory
 from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.target import TargetStates
 
 _CONTEXT = 11
 _ROWS = 2
@@ -21,8 +20,8 @@ def verify_export(
     directory: Path, draft: Draft, ends: TargetEnds | None = None, *, seed: int = 0, place: Path | None = None
 ) -> None:
     """Reads the draft at `directory` and compares with `draft` (in its export dtype, on the CPU): configuration,
-    every tensor, and the logits of a block after random features, of every slot and of every token that the method's
-    own proposer chooses from.
+    every tensor, and the logits of a step after random features, of every slot and of every token that the method's
+    own drafter chooses from.
 
     ends: the target's, which the directory must hold too, in the same dtype; None: the layout has none, and random
     ones serve as well. place: where the directory is to go once it is right, for the error. Raises `DraftsmithError`
@@ -49,8 +48,8 @@ def verify_export(
         ]
     if not faults:
         ends = ends or _random_ends(draft, seed)
-        wanted, found = (block_logits(each, ends, seed) for each in (draft, written))
-        faults = [f"logits of {name}" for name in wanted if not torch.equal(wanted[name], found[name])]
+        wanted, found = (proposal_of(each, ends, seed) for each in (draft, written))
+        faults = [f"{name} of a step" for name in wanted if not torch.equal(wanted[name], found[name])]
     if faults:
         fate = "do not use it" if place is None else f"{place} is left as it was"
         raise DraftsmithError(
@@ -60,32 +59,47 @@ def verify_export(
 
 
 @torch.no_grad()
-def block_logits(draft: Draft, ends: TargetEnds, seed: int) -> dict[str, Tensor]:
-    """Logits of one block a row on random features and tokens: `slots` [rows, B, V], the target's head on every slot;
-    `choice N` [rows, V], what the method's proposer chose its N-th token from; `proposals` [rows, P], the tokens
-    themselves."""
-    config = draft.config
+def proposal_of(draft: Draft, ends: TargetEnds, seed: int) -> dict[str, Tensor]:
+    """What one step computes after random features and tokens: `states` [rows, ...], the draft's own; `choice N`
+    [rows, V], the logits that the N-th token was chosen from; `proposals` [rows, P], the tokens themselves."""
+    config, drafter = draft.config, algorithm_for(draft.config).stepwise_drafter(draft, ends)
     generator = torch.Generator().manual_seed(seed)
-    block_size = config.block_for("the check of an exported draft").size
-    width = len(config.target_layer_ids) * config.hidden_size
-    features = torch.randn(_ROWS, _CONTEXT, width, generator=generator).to(draft.dtype)
+    wants = drafter.wants
+
+    def features(width: int) -> Tensor:
+        return torch.randn(_ROWS, _CONTEXT, width, generator=generator).to(draft.dtype)
+
+    states = TargetStates(
+        features(len(wants.tap_ids) * config.hidden_size) if wants.tap_ids else None,
+        features(config.hidden_size) if wants.final_state else None,
+    )
+    ids = torch.randint(config.vocab_size, (_ROWS, _CONTEXT + 1), generator=generator)
     anchors = torch.tensor([_CONTEXT, _CONTEXT - 4])
-    anchor_ids = torch.randint(config.vocab_size, (_ROWS,), generator=generator)
-    positions = anchors[:, None] + torch.arange(block_size)
+    anchor_ids = ids.gather(1, anchors[:, None])[:, 0]
+    length = _CONTEXT + drafter.reach
+    state = drafter.new_state(_ROWS, length)
+    drafter.read(state, ids[:, :_CONTEXT], states, torch.zeros_like(anchors), anchors)
+    sampler = _Recorder()
+    proposed = drafter.propose(state, anchors, anchor_ids, length, sampler)
+    seen = {} if proposed.states is None else {"states": proposed.states}
+    seen |= {f"choice {number}": logits for number, logits in enumerate(sampler.logits)}
+    return {**seen, "proposals": proposed.token_ids}
 
-    context = draft.context_keys_values(features, torch.arange(_CONTEXT).expand(_ROWS, -1))
-    attend = block_masks(anchors, _CONTEXT, block_size, draft.attention_kinds)
-    embeddings = anchor_block_inputs(anchor_ids, config, ends)  # [rows, B, H]
-    hidden = draft(embeddings[:, None], positions[:, None], context, attend)[:, 0]  # [rows, B, H]
 
-    seen = {"slots": draft.logits(hidden, ends)}
+class _Recorder:
+    """A greedy `Sampler` that keeps what it is given, draw by draw."""
 
-    def choose(logits: Tensor, draw: int) -> tuple[Tensor, None]:
-        seen[f"choice {draw}"] = logits
+    greedy = True
+    filtered = None
+    temperature = torch.zeros(_ROWS)
+    seeds = anchors = torch.zeros(_ROWS, dtype=torch.int64)
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
+        self.logits.append(logits)
         return logits.argmax(-1), None
-
-    proposals = algorithm_for(config).stepwise_proposer(draft, ends).propose(hidden, anchor_ids, choose)
-    return {**seen, "proposals": proposals.token_ids}
 
 
 def _random_ends(draft: Draft, seed: int) -> TargetEnds:

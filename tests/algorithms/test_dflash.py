@@ -19,6 +19,7 @@ from draftsmith.targets.target import Target
 from tests.algorithms import reference
 from tests.blocks.packed import Batch, anchors_of, blocks_of, owner, ragged_batch
 from tests.blocks.test_weights import VARIANTS, dpace_reference
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -222,14 +223,14 @@ def no_sampler(logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
 @pytest.mark.parametrize("num_proposals", [None, 1, 3])
 def test_proposals_are_each_slot_s_own_argmax(target: Target, num_proposals: int | None) -> None:
     draft = make_draft(target, final_logit_softcapping=4.0, output_multiplier=0.7)
-    proposer = algorithm("dflash").proposer(draft, target.ends, num_proposals)
+    filler = filler_of("dflash", draft, target.ends, num_proposals)
     hidden = torch.randn(3, 5, 32)
-    found = proposer.propose(hidden, torch.tensor([1, 2, 3]), no_sampler)
-    assert proposer.num_proposals == (num_proposals or 4)
-    assert found.token_ids.shape == (3, proposer.num_proposals)
+    found = filler.fill(hidden, torch.tensor([1, 2, 3]), no_sampler)
+    assert filler.num_proposals == (num_proposals or 4)
+    assert found.token_ids.shape == (3, filler.num_proposals)
     assert (found.q, found.count) == (None, None)
     for row in range(3):
-        for j in range(proposer.num_proposals):
+        for j in range(filler.num_proposals):
             assert found.token_ids[row, j] == draft.logits(hidden[row, j + 1], target.ends).argmax()
 
 
@@ -240,8 +241,8 @@ def test_proposals_line_up_with_training_labels(target: Target) -> None:
     anchors = anchors_for(batch, draft, section)
     blocks = blocks_of(batch, method.block_layout(draft.config), anchors)
     hidden = torch.randn(*blocks.input_ids.shape, 32)
-    proposer = method.proposer(draft, target.ends)
-    proposed = proposer.propose(hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), no_sampler).token_ids
+    filler = filler_of(method, draft, target.ends)
+    proposed = filler.fill(hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), no_sampler).token_ids
     perfect = replace(blocks, labels=proposed.view(blocks.labels.shape))
     terms = method.objective(draft.config, section).terms(
         draft, target.ends, BlockOutputs(hidden, perfect, None, torch.zeros(()))
@@ -251,16 +252,16 @@ def test_proposals_line_up_with_training_labels(target: Target) -> None:
 
 def test_ties_go_to_the_lowest_id(target: Target) -> None:
     draft = make_draft(target)
-    found = algorithm("dflash").proposer(draft, target.ends).propose(torch.zeros(2, 5, 32), torch.zeros(2), no_sampler)
+    found = filler_of("dflash", draft, target.ends).fill(torch.zeros(2, 5, 32), torch.zeros(2), no_sampler)
     assert (found.token_ids == 0).all()
 
 
 @pytest.mark.parametrize("num_proposals", [0, 5, True, 2.0])
 def test_a_number_of_proposals_that_the_block_has_no_room_for_is_refused(target: Target, num_proposals: Any) -> None:
     with pytest.raises(DraftsmithError, match="num_proposals is"):
-        algorithm("dflash").proposer(make_draft(target), target.ends, num_proposals)
+        filler_of("dflash", make_draft(target), target.ends, num_proposals)
 
 
 def test_decoding_options_of_other_methods_are_refused(target: Target) -> None:
     with pytest.raises(DraftsmithError, match=r"dflash has no decoding options of its own; remove threshold=0\.5"):
-        algorithm("dflash").proposer(make_draft(target), target.ends, threshold=0.5)
+        filler_of("dflash", make_draft(target), target.ends, threshold=0.5)

@@ -1,4 +1,4 @@
-"""DFlash 2's objective and proposer against loops over documents, blocks, slots and candidates."""
+"""DFlash 2's objective and filler against loops over documents, blocks, slots and candidates."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from tests.algorithms.facts import llama
 from tests.algorithms.test_dflash import anchors_for, features_of, terms_of
 from tests.blocks.packed import Batch, blocks_of, owner, ragged_batch
 from tests.blocks.test_weights import VARIANTS, dpace_reference
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -241,15 +242,15 @@ def sampler(rows: int, temperature: float) -> Recording:
 @pytest.mark.parametrize("num_proposals", [None, 2])
 def test_a_path_is_chosen_left_to_right(target: Target, temperature: float, num_proposals: int | None) -> None:
     draft = make_draft(target, final_logit_softcapping=4.0, output_multiplier=0.7)
-    proposer = algorithm("dflash2").proposer(draft, target.ends, num_proposals)
+    filler = filler_of("dflash2", draft, target.ends, num_proposals)
     hidden, anchors = torch.randn(6, 5, 32), torch.randint(VOCAB, (6,))
-    found = proposer.propose(hidden, anchors, sampler(6, temperature))
+    found = filler.fill(hidden, anchors, sampler(6, temperature))
     assert found.token_ids.shape == (6, num_proposals or 4)
     assert found.count is None
     differs = 0
     for row in range(6):
         previous = int(anchors[row])
-        for j in range(proposer.num_proposals):
+        for j in range(filler.num_proposals):
             logits = draft.logits(hidden[row, j + 1], target.ends)
             candidates = logits.topk(7).indices.tolist()
             scores = torch.full((VOCAB,), float("-inf"))
@@ -279,7 +280,7 @@ def test_scores_in_decoding_are_those_of_training(target: Target, temperature: f
     hidden = torch.randn(*blocks.input_ids.shape, 32)
     flat, anchor_ids = hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten()
     recorded = sampler(len(flat), temperature)
-    path = method.proposer(draft, target.ends).propose(flat, anchor_ids, recorded).token_ids  # [R*N, P]
+    path = filler_of(method, draft, target.ends).fill(flat, anchor_ids, recorded).token_ids  # [R*N, P]
     previous = torch.cat((anchor_ids[:, None], path[:, :-1]), dim=1)
     selector = selector_of(draft)
     unary = draft.logits(flat[:, 1:], target.ends)
@@ -306,8 +307,8 @@ def test_scores_in_decoding_are_those_of_training(target: Target, temperature: f
 def test_ties_go_to_the_lowest_id(target: Target) -> None:
     draft = make_draft(target, head={**HEAD, "selector_top_k": VOCAB})
     selector_of(draft).successor_codebook.zero_()
-    proposer = algorithm("dflash2").proposer(draft, target.ends)
-    found = proposer.propose(torch.zeros(2, 5, 32), torch.zeros(2, dtype=torch.int64), sampler(2, 0.0))
+    filler = filler_of("dflash2", draft, target.ends)
+    found = filler.fill(torch.zeros(2, 5, 32), torch.zeros(2, dtype=torch.int64), sampler(2, 0.0))
     assert (found.token_ids == 0).all()
 
 
@@ -315,19 +316,19 @@ def test_ties_go_to_the_lowest_id(target: Target) -> None:
 def test_with_all_tokens_as_candidates_and_no_transitions_it_is_dflash(target: Target) -> None:
     draft, hidden = make_draft(target), torch.randn(4, 5, 32)
     selector_of(draft).successor_codebook.zero_()
-    found = algorithm("dflash2").proposer(draft, target.ends).propose(hidden, torch.arange(4), sampler(4, 0.0))
+    found = filler_of("dflash2", draft, target.ends).fill(hidden, torch.arange(4), sampler(4, 0.0))
     assert torch.equal(found.token_ids, draft.logits(hidden[:, 1:], target.ends).argmax(-1))
 
 
 @pytest.mark.parametrize("num_proposals", [0, 5, True, 2.0])
 def test_a_number_of_proposals_that_the_block_has_no_room_for_is_refused(target: Target, num_proposals: Any) -> None:
     with pytest.raises(DraftsmithError, match="num_proposals is"):
-        algorithm("dflash2").proposer(make_draft(target), target.ends, num_proposals)
+        filler_of("dflash2", make_draft(target), target.ends, num_proposals)
 
 
 def test_decoding_options_of_other_methods_are_refused(target: Target) -> None:
     with pytest.raises(DraftsmithError, match=r"dflash2 has no decoding options of its own; remove min_survival=0\.5"):
-        algorithm("dflash2").proposer(make_draft(target), target.ends, min_survival=0.5)
+        filler_of("dflash2", make_draft(target), target.ends, min_survival=0.5)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Domino's objective, proposer and section against plain loops."""
+"""Domino's objective, filler and section against plain loops."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from draftsmith.algorithms.algorithm import BlockOutputs, Terms
-from draftsmith.algorithms.domino import DominoObjectiveOptions, DominoProposer, DominoSection
+from draftsmith.algorithms.domino import DominoFiller, DominoObjectiveOptions, DominoSection
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.weighting import DecayWeighting, UniformWeighting
 from draftsmith.blocks.anchors import Anchors
@@ -23,6 +23,7 @@ from draftsmith.targets.target import Target
 from tests.algorithms.reference import block_hidden
 from tests.algorithms.test_dflash import anchors_for, features_of
 from tests.blocks.packed import Batch, blocks_of, owner, ragged_batch
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -233,7 +234,7 @@ class Recorder:
 @pytest.mark.parametrize(("shift", "prefix"), LAYOUTS)
 @torch.no_grad()
 def test_decoding_step_by_step_reproduces_the_training_logits(target: Target, shift: bool, prefix: int) -> None:
-    """Fed with a document's own tokens, the proposer sees tensor for tensor the logits of the objective."""
+    """Fed with a document's own tokens, the filler sees tensor for tensor the logits of the objective."""
     draft, batch, section = make_draft(target, shift, prefix), ragged_batch(6), DominoSection()
     features, anchors = features_of(batch, draft), anchors_for(batch, draft, section)
     outputs = outputs_of(target, draft, batch, features, anchors, 0.0)
@@ -246,15 +247,15 @@ def test_decoding_step_by_step_reproduces_the_training_logits(target: Target, sh
     training = torch.where(label < prefix, base, corrected).flatten(0, 1)  # [R*N, P, V]
 
     recorder = Recorder(blocks.labels.flatten(0, 1))
-    proposer = METHOD.proposer(draft, target.ends)
-    proposals = proposer.propose(outputs.hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), recorder)
+    filler = filler_of(METHOD, draft, target.ends)
+    proposals = filler.fill(outputs.hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), recorder)
     assert recorder.draws == list(range(layout.num_labels))
     torch.testing.assert_close(torch.stack(recorder.logits, dim=1), training, rtol=1e-5, atol=1e-5)
     assert torch.equal(proposals.token_ids, blocks.labels.flatten(0, 1))
     torch.testing.assert_close(proposals.q, training.softmax(-1))
     # Mutated: other tokens in the block change what comes after them, if corrected, and nothing before.
     other = Recorder((blocks.labels.flatten(0, 1) + 1) % VOCAB)
-    proposer.propose(outputs.hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), other)
+    filler.fill(outputs.hidden.flatten(0, 1), blocks.input_ids[..., 0].flatten(), other)
     for j, (one, two) in enumerate(zip(recorder.logits, other.logits, strict=True)):
         assert torch.equal(one, two) == (j == 0 or j < prefix)
 
@@ -266,7 +267,7 @@ def test_greedy_proposals_equal_a_loop(target: Target, shift: bool, prefix: int)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(4, 5, draft.config.hidden_size, generator=generator)
     anchors = torch.randint(VOCAB, (4,), generator=generator)
-    proposals = METHOD.proposer(draft, target.ends).propose(hidden, anchors, Recorder())
+    proposals = filler_of(METHOD, draft, target.ends).fill(hidden, anchors, Recorder())
     assert proposals.q is None
     for row in range(4):
         tokens = [int(anchors[row])]
@@ -274,9 +275,9 @@ def test_greedy_proposals_equal_a_loop(target: Target, shift: bool, prefix: int)
             tokens.append(int(block_logits(target, draft, hidden[row], tokens)[-1][1].argmax()))
         assert proposals.token_ids[row].tolist() == tokens[1:]
     for fewer in (1, 3):
-        short = METHOD.proposer(draft, target.ends, fewer)
+        short = filler_of(METHOD, draft, target.ends, fewer)
         assert short.num_proposals == fewer
-        assert torch.equal(short.propose(hidden, anchors, Recorder()).token_ids, proposals.token_ids[:, :fewer])
+        assert torch.equal(short.fill(hidden, anchors, Recorder()).token_ids, proposals.token_ids[:, :fewer])
 
 
 @torch.no_grad()
@@ -288,17 +289,17 @@ def test_ties_go_to_the_lowest_id(target: Target) -> None:
     hidden = torch.randn(2, 5, draft.config.hidden_size, generator=torch.Generator().manual_seed(5))
     ends.head_weight = ends.head_weight.clone()
     ends.head_weight[[3, 40]] = 50.0 * hidden[0, 2] / hidden[0, 2].norm()
-    proposals = METHOD.proposer(draft, ends).propose(hidden, torch.tensor([1, 2]), Recorder())
+    proposals = filler_of(METHOD, draft, ends).fill(hidden, torch.tensor([1, 2]), Recorder())
     assert proposals.token_ids[0, 2] == 3
 
 
 @torch.no_grad()
 def test_a_proposal_never_looks_at_values_on_the_host(target: Target) -> None:
     """With tensors that have shapes and no values, whatever asks for a value raises."""
-    proposer = METHOD.proposer(make_draft(target), target.ends)
+    filler = filler_of(METHOD, make_draft(target), target.ends)
     with FakeTensorMode(allow_non_fake_inputs=True):
         hidden, anchors = torch.empty(3, 5, target.hidden_size), torch.empty(3, dtype=torch.int64)
-        proposals = proposer.propose(hidden, anchors, Recorder(torch.empty(3, 5, dtype=torch.int64)))
+        proposals = filler.fill(hidden, anchors, Recorder(torch.empty(3, 5, dtype=torch.int64)))
         with pytest.raises(DataDependentOutputException):
             proposals.token_ids.tolist()
     assert proposals.q is not None
@@ -308,21 +309,21 @@ def test_a_proposal_never_looks_at_values_on_the_host(target: Target) -> None:
 def test_what_the_proposer_refuses(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     shifted, unshifted = make_draft(target, True), make_draft(target, False)
     with pytest.raises(DraftsmithError, match=r"num_proposals is 6; .*5 slots \(anchor_first\) proposes 1 to 5"):
-        METHOD.proposer(shifted, target.ends, 6)
+        filler_of(METHOD, shifted, target.ends, 6)
     with pytest.raises(DraftsmithError, match=r"num_proposals is 5; .*5 slots \(anchor_known\) proposes 1 to 4"):
-        METHOD.proposer(unshifted, target.ends, 5)
+        filler_of(METHOD, unshifted, target.ends, 5)
     with pytest.raises(DraftsmithError, match=r"unknown field 'min_survival' in the decoding options of domino"):
-        METHOD.proposer(shifted, target.ends, min_survival=0.5)
+        filler_of(METHOD, shifted, target.ends, min_survival=0.5)
     other = tiny_target("llama", vocab_size=VOCAB + 3).ends
     with pytest.raises(DraftsmithError, match=r"logits of 61 tokens \(vocab_size\).*has 64; both must be the same"):
-        METHOD.proposer(shifted, other)
+        filler_of(METHOD, shifted, other)
     with pytest.raises(DraftsmithError, match="domino's head is on meta and the target's output head on cpu"):
-        METHOD.proposer(make_draft(target).to("meta"), target.ends)
+        filler_of(METHOD, make_draft(target).to("meta"), target.ends)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(DraftsmithError, match="2 processes cannot share a vocabulary of 61 tokens evenly"):
-        METHOD.proposer(shifted, target.ends, tensor_parallel=True)
-    assert isinstance(METHOD.proposer(shifted, target.ends), DominoProposer)  # each process by itself
+        filler_of(METHOD, shifted, target.ends, tensor_parallel=True)
+    assert isinstance(filler_of(METHOD, shifted, target.ends), DominoFiller)  # each process by itself
 
 
 # --- the recipe's section ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""DSpark's objective and proposer against the formulas, written as loops over documents, blocks and slots."""
+"""DSpark's objective and filler against the formulas, written as loops over documents, blocks and slots."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from draftsmith.features.schema import FINAL_STATE, TAPS
 from draftsmith.targets.target import Target
 from tests.algorithms import reference
 from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import dspark_head as head
 from tests.support.tiny_draft import tiny_draft
@@ -299,7 +300,7 @@ def test_it_asks_for_the_target_s_final_state(target: Target) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("fields", HEADS, ids=NAMES)
 def test_step_by_step_logits_are_those_of_training(target: Target, fields: dict[str, Any]) -> None:
-    """The proposer, led along the true tokens, sees at each step what the objective saw of that slot."""
+    """The filler, led along the true tokens, sees at each step what the objective saw of that slot."""
     case = Case(target, make_draft(target, fields), ragged_batch(7))
     hidden = case.hidden()
     valid = case.blocks.label_mask.all(-1)
@@ -311,8 +312,8 @@ def test_step_by_step_logits_are_those_of_training(target: Target, fields: dict[
         seen.append(logits)
         return case.blocks.labels[valid][:, draw], None
 
-    proposer = METHOD.proposer(case.draft, target.ends)
-    found = proposer.propose(hidden[valid], case.blocks.input_ids[valid][:, 0], forced)
+    filler = filler_of(METHOD, case.draft, target.ends)
+    found = filler.fill(hidden[valid], case.blocks.input_ids[valid][:, 0], forced)
     assert torch.equal(found.token_ids, case.blocks.labels[valid])
     for row, (states_of_row, previous) in enumerate(
         zip(hidden[valid], case.blocks.previous_ids[valid].tolist(), strict=True)
@@ -339,9 +340,9 @@ def test_proposals_follow_the_tokens_chosen(target: Target, fields: dict[str, An
     def greedy(logits: Tensor, draw: int) -> tuple[Tensor, Tensor]:
         return logits.argmax(-1), logits.softmax(-1)
 
-    proposer = METHOD.proposer(draft, target.ends, num_proposals, min_survival=0.3)
-    found = proposer.propose(hidden, anchors, greedy)
-    width = proposer.num_proposals
+    filler = filler_of(METHOD, draft, target.ends, num_proposals, min_survival=0.3)
+    found = filler.fill(hidden, anchors, greedy)
+    width = filler.num_proposals
     assert width == (num_proposals or SIZE)
     assert found.q is not None
     assert found.count is not None
@@ -356,10 +357,10 @@ def test_proposals_follow_the_tokens_chosen(target: Target, fields: dict[str, An
             survival *= float(confidence[-1].sigmoid())
             count += survival >= 0.3
         assert found.count[row] == count
-    plain = METHOD.proposer(draft, target.ends, num_proposals).propose(hidden, anchors, greedy)
+    plain = filler_of(METHOD, draft, target.ends, num_proposals).fill(hidden, anchors, greedy)
     assert torch.equal(plain.token_ids, found.token_ids)
     assert plain.count is None
-    strict = METHOD.proposer(draft, target.ends, num_proposals, min_survival=1.0).propose(hidden, anchors, greedy)
+    strict = filler_of(METHOD, draft, target.ends, num_proposals, min_survival=1.0).fill(hidden, anchors, greedy)
     assert strict.count is not None
     assert (strict.count == 0).all()
 

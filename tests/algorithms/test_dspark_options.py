@@ -1,4 +1,4 @@
-"""DSpark's options: what the recipe, the head and the proposer take, and what they refuse by name."""
+"""DSpark's options: what the recipe, the head and the filler take, and what they refuse by name."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.weighting import DecayWeighting
 from draftsmith.errors import DraftsmithError
 from tests.algorithms.facts import llama
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import dspark_head as head
 from tests.support.tiny_draft import tiny_draft
@@ -91,6 +92,6 @@ def test_decoding_options_are_checked(confidence: bool, decoding: dict[str, Any]
     fields = head(confidence=confidence, with_markov=confidence)
     draft = tiny_draft(target, block_size=5, architecture="dspark", head=fields)
     with pytest.raises(DraftsmithError, match=said):
-        METHOD.proposer(draft, target.ends, **decoding)
+        filler_of(METHOD, draft, target.ends, **decoding)
     with pytest.raises(DraftsmithError, match="num_proposals is 6"):
-        METHOD.proposer(draft, target.ends, 6)
+        filler_of(METHOD, draft, target.ends, 6)

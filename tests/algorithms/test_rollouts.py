@@ -20,6 +20,7 @@ from draftsmith.decoding.sampling import RowSampling, SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TargetEnds
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -79,17 +80,17 @@ def test_greedy_rollouts_equal_the_plain_one(head: str, options: dict[str, Any])
     draft, ends, hidden, anchors = case(head, 6)
     method, greedy = algorithm_for(draft.config), sampler(*[GREEDY] * 6)
     for count in (None, 3):
-        plain = method.proposer(draft, ends, count).propose(hidden, anchors, greedy)
-        by_keys = method.proposer(draft, ends, count, **options).propose(hidden, anchors, greedy)
+        plain = filler_of(method, draft, ends, count).fill(hidden, anchors, greedy)
+        by_keys = filler_of(method, draft, ends, count, **options).fill(hidden, anchors, greedy)
         assert torch.equal(by_keys.token_ids, plain.token_ids)
         assert by_keys.q is None
     # Mutated: one row of W2 that should win, does.
-    proposer = method.proposer(draft, ends, **options)
+    filler = filler_of(method, draft, ends, **options)
     weight = draft.head.output_weight if head == "domino" else draft.head.markov_head.markov_w2.weight
     weight[77] = 100.0
     weight[78] = -100.0
-    changed = proposer.propose(hidden, anchors, greedy)
-    assert torch.equal(changed.token_ids, method.proposer(draft, ends).propose(hidden, anchors, greedy).token_ids)
+    changed = filler.fill(hidden, anchors, greedy)
+    assert torch.equal(changed.token_ids, filler_of(method, draft, ends).fill(hidden, anchors, greedy).token_ids)
     assert ((changed.token_ids == 77) | (changed.token_ids == 78)).any()
 
 
@@ -107,16 +108,16 @@ def test_rollouts_by_kernels_equal_the_plain_one(head: str, rows: int, options: 
     """In the interpreter; with few rows Domino's steps guess their inputs, with more they do not."""
     draft, ends, hidden, anchors = case(head, rows)
     method, greedy = algorithm_for(draft.config), sampler(*[GREEDY] * rows)
-    plain = method.proposer(draft, ends, 3).propose(hidden, anchors, greedy).token_ids
-    proposer = method.proposer(draft, ends, 3, **options)
-    proposer.search.kernels = proposer.kernels = True
-    assert torch.equal(proposer.propose(hidden, anchors, greedy).token_ids, plain)
+    plain = filler_of(method, draft, ends, 3).fill(hidden, anchors, greedy).token_ids
+    filler = filler_of(method, draft, ends, 3, **options)
+    filler.search.kernels = filler.kernels = True
+    assert torch.equal(filler.fill(hidden, anchors, greedy).token_ids, plain)
     if rows == 1:
         return
     mixed = sampler(SAMPLED, FILTERED, GREEDY)
-    found = proposer.propose(hidden, anchors, mixed)
-    proposer.search.kernels = proposer.kernels = False
-    expected = proposer.propose(hidden, anchors, mixed)
+    found = filler.fill(hidden, anchors, mixed)
+    filler.search.kernels = filler.kernels = False
+    expected = filler.fill(hidden, anchors, mixed)
     assert torch.equal(found.token_ids, expected.token_ids)
     torch.testing.assert_close(found.q, expected.q)
 
@@ -125,22 +126,20 @@ def test_rollouts_by_kernels_equal_the_plain_one(head: str, rows: int, options: 
 def test_a_token_table_changes_nothing_and_follows_its_weights() -> None:
     draft, ends, hidden, anchors = case("domino", 4)
     method, greedy = algorithm("domino"), sampler(*[GREEDY] * 4)
-    proposer = method.proposer(draft, ends, rollout="dense", token_table=True)
-    plain = method.proposer(draft, ends)
-    assert torch.equal(
-        proposer.propose(hidden, anchors, greedy).token_ids, plain.propose(hidden, anchors, greedy).token_ids
-    )
-    before = proposer.table()
-    assert proposer.table() is before
+    filler = filler_of(method, draft, ends, rollout="dense", token_table=True)
+    plain = filler_of(method, draft, ends)
+    assert torch.equal(filler.fill(hidden, anchors, greedy).token_ids, plain.fill(hidden, anchors, greedy).token_ids)
+    before = filler.table()
+    assert filler.table() is before
     for change in (
         lambda gru: gru.weight_ih_l0.mul_(-2.0),
         lambda gru: setattr(gru, "weight_ih_l0", torch.nn.Parameter(gru.weight_ih_l0 * -3.0)),
     ):
-        old = plain.propose(hidden, anchors, greedy).token_ids
+        old = plain.fill(hidden, anchors, greedy).token_ids
         change(draft.head.prefix_gru)
-        new = plain.propose(hidden, anchors, greedy).token_ids
+        new = plain.fill(hidden, anchors, greedy).token_ids
         assert not torch.equal(old, new)
-        assert torch.equal(proposer.propose(hidden, anchors, greedy).token_ids, new)
+        assert torch.equal(filler.fill(hidden, anchors, greedy).token_ids, new)
 
 
 def test_derived_tensors_are_made_again_for_new_weights_at_an_old_address() -> None:
@@ -167,9 +166,9 @@ def test_sampled_rows_have_their_distribution(head: str) -> None:
     options = (GREEDY, SAMPLED, FILTERED, SAMPLED, GREEDY)
     draft, ends, hidden, anchors = case(head, len(options))
     method = algorithm_for(draft.config)
-    proposer, plain = method.proposer(draft, ends, rollout="dense"), method.proposer(draft, ends)
+    filler, plain = filler_of(method, draft, ends, rollout="dense"), filler_of(method, draft, ends)
     mixed = sampler(*options)
-    found = proposer.propose(hidden, anchors, mixed)
+    found = filler.fill(hidden, anchors, mixed)
     assert found.q is not None
 
     class Told(RowSampler):
@@ -178,17 +177,17 @@ def test_sampled_rows_have_their_distribution(head: str) -> None:
         def __call__(self, logits: Tensor, draw: int) -> tuple[Tensor, Tensor | None]:
             return found.token_ids[:, draw], super().__call__(logits, draw)[1]
 
-    told = plain.propose(hidden, anchors, Told(mixed.sampling, mixed.seeds, mixed.anchors))
+    told = plain.fill(hidden, anchors, Told(mixed.sampling, mixed.seeds, mixed.anchors))
     torch.testing.assert_close(found.q, told.q)
     drawn = found.q.gather(-1, found.token_ids.unsqueeze(-1)).squeeze(-1)
     assert (drawn > 0).all()
     assert (drawn[[0, 4]] == 1).all()
     # A row's tokens do not depend on its neighbours' options, and follow its seed.
-    alone = proposer.propose(hidden, anchors, sampler(*[SAMPLED] * len(options)))
+    alone = filler.fill(hidden, anchors, sampler(*[SAMPLED] * len(options)))
     assert torch.equal(alone.token_ids[[1, 3]], found.token_ids[[1, 3]])
     torch.testing.assert_close(alone.q[[1, 3]], found.q[[1, 3]])
-    assert torch.equal(proposer.propose(hidden, anchors, mixed).token_ids, found.token_ids)
-    other = proposer.propose(hidden, anchors, sampler(*options, seed=6))
+    assert torch.equal(filler.fill(hidden, anchors, mixed).token_ids, found.token_ids)
+    other = filler.fill(hidden, anchors, sampler(*options, seed=6))
     assert torch.equal(other.token_ids[[0, 4]], found.token_ids[[0, 4]])
     assert not torch.equal(other.token_ids[1:4], found.token_ids[1:4])
 
@@ -199,8 +198,8 @@ def test_draws_follow_q() -> None:
     rows = 4000
     draft, ends, hidden, anchors = case("vanilla", 1)
     for options in (SAMPLED, FILTERED):
-        proposer = algorithm("dspark").proposer(draft, ends, 1, rollout="dense")
-        found = proposer.propose(hidden.expand(rows, -1, -1), anchors.expand(rows), sampler(*[options] * rows))
+        filler = filler_of("dspark", draft, ends, 1, rollout="dense")
+        found = filler.fill(hidden.expand(rows, -1, -1), anchors.expand(rows), sampler(*[options] * rows))
         q = found.q[0, 0].double()
         count = torch.bincount(found.token_ids[:, 0], minlength=VOCAB)
         assert (count[q == 0] == 0).all()
@@ -225,7 +224,7 @@ def test_confidence_counts_as_in_the_plain_rollout() -> None:
     draft, ends, hidden, anchors = case("gated", 7)
     greedy = sampler(*[GREEDY] * 7)
     plain, dense = (
-        algorithm("dspark").proposer(draft, ends, min_survival=0.4, rollout=rollout).propose(hidden, anchors, greedy)
+        filler_of("dspark", draft, ends, min_survival=0.4, rollout=rollout).fill(hidden, anchors, greedy)
         for rollout in ("plain", "dense")
     )
     assert torch.equal(plain.count, dense.count)
@@ -247,9 +246,9 @@ def roll(tensor_parallel: bool) -> list[tuple[Tensor, Tensor | None]]:
     for head, rollout, options in PARALLEL:
         draft, ends, hidden, anchors = case(head, 3)
         method = algorithm_for(draft.config)
-        proposer = method.proposer(draft, ends, rollout=rollout, tensor_parallel=tensor_parallel)
+        filler = filler_of(method, draft, ends, rollout=rollout, tensor_parallel=tensor_parallel)
         with torch.no_grad():
-            found = proposer.propose(hidden, anchors, sampler(*[options] * 3))
+            found = filler.fill(hidden, anchors, sampler(*[options] * 3))
         results.append((found.token_ids, found.q))
     return results
 
@@ -290,7 +289,7 @@ def test_what_rollouts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(match: str, draft: Draft = domino, target_ends: TargetEnds = ends, **options: Any) -> None:
         with pytest.raises(DraftsmithError, match=match):
-            algorithm_for(draft.config).proposer(draft, target_ends, **options)
+            filler_of(algorithm_for(draft.config), draft, target_ends, **options)
 
     refuse("rollout", rollout="fast")
     refuse("unknown field 'token_tabel'.*token_table", token_tabel=True)

@@ -1,4 +1,4 @@
-"""Every method's proposer that shows what each token was chosen from."""
+"""Every method's filler that shows what each token was chosen from."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.target import Target
+from tests.support.fillers import filler_of, stepwise_filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import dspark_head, tiny_draft
 
@@ -55,14 +56,14 @@ class Recorder:
 def test_the_sampler_is_asked_for_every_token_in_order(target: Target, method: str, count: int | None) -> None:
     draft = draft_of(target, method)
     hidden, anchors = torch.randn(4, 5, target.hidden_size), torch.randint(71, (4,))
-    stepwise = algorithm(method).stepwise_proposer(draft, target.ends, count)
-    proposer = algorithm(method).proposer(draft, target.ends, count)
+    stepwise = stepwise_filler_of(method, draft, target.ends, count)
+    filler = filler_of(method, draft, target.ends, count)
     greedy, second = Recorder(0), Recorder(1)
-    found = stepwise.propose(hidden, anchors, greedy).token_ids
+    found = stepwise.fill(hidden, anchors, greedy).token_ids
     sampler = RowSampler(SamplingOptions(), torch.arange(4), torch.arange(4))
-    assert torch.equal(found, proposer.propose(hidden, anchors, sampler).token_ids)
-    assert greedy.draws == list(range(proposer.num_proposals)) == list(range(stepwise.num_proposals))
-    other = stepwise.propose(hidden, anchors, second).token_ids
+    assert torch.equal(found, filler.fill(hidden, anchors, sampler).token_ids)
+    assert greedy.draws == list(range(filler.num_proposals)) == list(range(stepwise.num_proposals))
+    other = stepwise.fill(hidden, anchors, second).token_ids
     assert (other[:, 0] != found[:, 0]).all()
     # Slots that know nothing of each other have the same logits after another token; all others do not.
     same = all(torch.equal(a, b) for a, b in zip(greedy.logits, second.logits, strict=True))
@@ -74,8 +75,8 @@ def test_the_sampler_is_asked_for_every_token_in_order(target: Target, method: s
 def test_drawn_tokens_come_with_their_distribution(target: Target, method: str) -> None:
     draft = draft_of(target, method)
     hidden, anchors = torch.randn(4, 5, target.hidden_size), torch.randint(71, (4,))
-    stepwise = algorithm(method).stepwise_proposer(draft, target.ends)
-    found = stepwise.propose(hidden, anchors, RowSampler(SamplingOptions(0.9), torch.arange(4), torch.arange(4)))
+    stepwise = stepwise_filler_of(method, draft, target.ends)
+    found = stepwise.fill(hidden, anchors, RowSampler(SamplingOptions(0.9), torch.arange(4), torch.arange(4)))
     assert found.q is not None
     torch.testing.assert_close(found.q.sum(-1), torch.ones(4, stepwise.num_proposals))
     assert (found.q.gather(-1, found.token_ids[..., None]) > 0).all()
@@ -84,4 +85,4 @@ def test_drawn_tokens_come_with_their_distribution(target: Target, method: str) 
 @pytest.mark.parametrize("method", METHODS)
 def test_more_proposals_than_a_block_has_are_refused(target: Target, method: str) -> None:
     with pytest.raises(DraftsmithError, match="num_proposals is 6"):
-        algorithm(method).stepwise_proposer(draft_of(target, method), target.ends, 6)
+        stepwise_filler_of(method, draft_of(target, method), target.ends, 6)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from draftsmith.algorithms.dflash2 import DFlash2, selector_of
+from draftsmith.algorithms.dflash2 import DFlash2
+from draftsmith.algorithms.dflash2_path import selector_of
+from draftsmith.algorithms.options import DecodingOptions
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.anchors import proposals_at
 from draftsmith.drafts.draft import Draft
@@ -47,7 +49,7 @@ def test_chances_of_a_selector_are_among_its_candidates_also_where_kernels_propo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Proposer
+    from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
 
     target = tiny_target("llama", num_layers=2, vocab_size=300)
     draft = tiny_draft(target, architecture="dflash2", block_size=5, head=SELECTOR)
@@ -56,11 +58,11 @@ def test_chances_of_a_selector_are_among_its_candidates_also_where_kernels_propo
     text = torch.randint(300, (18,)).tolist()
 
     def by_kernels(
-        self: DFlash2, draft: Draft, ends: TargetEnds, num_proposals: int | None = None
-    ) -> KernelDFlash2Proposer:  # what a CUDA device has
-        return KernelDFlash2Proposer(draft, ends, self.block_layout(draft.config), num_proposals or 4)
+        self: DFlash2, draft: Draft, ends: TargetEnds, options: DecodingOptions
+    ) -> KernelDFlash2Filler:  # what a CUDA device has
+        return KernelDFlash2Filler(draft, ends, self.block_layout(draft.config), options.num_proposals or 4)
 
-    monkeypatch.setattr(DFlash2, "proposer", by_kernels)
+    monkeypatch.setattr(DFlash2, "filler", by_kernels)
     found = proposals_at(target, draft, text, ANCHORS)
     differs = 0
     for row, anchor in enumerate(ANCHORS):

@@ -1,13 +1,23 @@
-"""A proposer for tests: through the engine's own interface, with tokens that are right just as far as wanted."""
+"""A filler for tests: through the engine's own interface, with tokens that are right just as far as wanted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Proposals, TokenSampler
+from draftsmith.algorithms.drafter import Proposals, Sampler, StatesWanted
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.request import Generation, Request
+
+
+class Nothing:
+    """The state of a drafter that keeps none."""
+
+    def rows(self, begin: int, end: int) -> "Nothing":
+        return self
+
+    def erase(self, slots: Sequence[int]) -> None:
+        pass
 
 
 class Oracle:
@@ -32,7 +42,23 @@ class Oracle:
         self.right, self.count, self.shift = right, count, shift
         self.engine: Engine | None = None
 
-    def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: TokenSampler) -> Proposals:
+    wants = StatesWanted()
+
+    @property
+    def width(self) -> int:
+        return self.num_proposals + 1
+
+    reach = width
+
+    def new_state(self, slots: int, length: int) -> Nothing:
+        return Nothing()
+
+    def read(self, *_: object) -> None:
+        pass
+
+    update = read
+
+    def propose(self, state: Nothing, anchors: Tensor, anchor_ids: Tensor, extent: int, sampler: Sampler) -> Proposals:
         assert self.engine is not None
         pool = self.engine.pool
         assert pool is not None
@@ -43,7 +69,7 @@ class Oracle:
         ]
         tokens = [self._row(row, done) for row, done in rows]
         counts = None if self.count is None else [self.count(row, done) for row, done in rows]
-        device = hidden.device
+        device = anchors.device
         return Proposals(
             torch.tensor(tokens, device=device), count=None if counts is None else torch.tensor(counts, device=device)
         )
@@ -60,7 +86,7 @@ class Oracle:
 
 def decode_with(engine: Engine, request: Request, oracle: Oracle) -> list[Generation]:
     """`engine.decode` with the oracle in place of the draft's own method."""
-    engine.proposer = oracle
+    engine.drafter = oracle
     oracle.engine = engine
     return engine.decode(request)
 

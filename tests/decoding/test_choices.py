@@ -1,4 +1,4 @@
-"""How the engine chooses: ties, and which random numbers a proposer's draws take."""
+"""How the engine chooses: ties, and which random numbers a filler's draws take."""
 
 import pytest
 import torch

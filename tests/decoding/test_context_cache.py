@@ -5,10 +5,9 @@ from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.build import build_blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_attention
-from draftsmith.decoding.cache import DenseBlocks, FusedBlocks, block_masks
-from draftsmith.decoding.engine import block_runner
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.runner import DenseBlocks, FusedBlocks, block_masks, block_runner
 from draftsmith.targets.target import Target
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft

@@ -194,7 +194,6 @@ def test_chunked_prefill_feeds_the_whole_prompt_to_target_and_draft(target: Targ
         engine.step()
     pool = engine.pool
     assert pool is not None
-    assert pool.context is not None
     for row, prompt in enumerate(prompts):
         slot = [len(p) for p in sorted(prompts, key=len, reverse=True)].index(len(prompt))
         ids, positions = torch.tensor([prompt]), torch.arange(len(prompt))[None]
@@ -202,7 +201,7 @@ def test_chunked_prefill_feeds_the_whole_prompt_to_target_and_draft(target: Targ
         assert states.taps is not None
         with torch.no_grad():
             expected = draft.context_keys_values(states.taps, positions)
-        for stored, wanted in zip(pool.context.joint, expected, strict=True):
+        for stored, wanted in zip(pool.draft.joint, expected, strict=True):
             for part in range(2):  # keys, values
                 found = stored[part, slot, :, : len(prompt)]
                 torch.testing.assert_close(found, wanted[part][0], atol=1e-4, rtol=1e-4)
@@ -240,16 +239,16 @@ def test_states_of_a_block_equal_the_training_forward_at_the_same_anchor(
     class Recorder:
         num_proposals = 4
 
-        def propose(self, hidden: Tensor, anchor_ids: Tensor, sampler: Any) -> Any:
+        def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Any) -> Any:
             assert engine.pool is not None
             slots = [slots_of[prompt] for prompt in range(len(prompts))]
             seen.append(((engine.pool.state.length - 1)[slots].tolist(), hidden[slots]))
-            return method.propose(hidden, anchor_ids, sampler)
+            return method.fill(hidden, anchor_ids, sampler)
 
     engine = Engine(target, draft)
-    method = engine.proposer
+    method = engine.drafter.filler
     assert method is not None
-    engine.proposer = Recorder()
+    engine.drafter.filler = Recorder()
     slots_of = {prompt: slot for slot, prompt in enumerate(sorted(range(5), key=lambda i: -len(prompts[i])))}
     results = engine.decode(greedy(prompts, 12))
     layout = algorithm_for(draft.config).block_layout(draft.config)
@@ -345,5 +344,4 @@ def test_weights_keep_no_gradient(target: Target, draft: Draft) -> None:
     engine = Engine(target, draft)
     engine.decode(greedy(random_prompts(), 3))
     assert engine.pool is not None
-    assert engine.pool.context is not None
-    assert not engine.pool.context.joint.requires_grad
+    assert not engine.pool.draft.joint.requires_grad

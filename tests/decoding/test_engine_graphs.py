@@ -54,7 +54,7 @@ class Recorded:
         assert pool is not None
         kept = [getattr(pool.state, field.name) for field in fields(pool.state)]
         kept += [*pool.target_cache.tensors]
-        kept += [] if pool.context is None else [pool.context.joint]
+        kept += [] if pool.draft is None else [pool.draft.joint]
         before = [tensor.clone() for tensor in kept]
         with graph:
             yield

@@ -99,11 +99,10 @@ def test_requests_join_while_others_go_on(target: Target, draft: Draft, expected
 def caches_of(engine: Engine, answer: Answer) -> torch.Tensor:
     """All that target and draft keep of a row."""
     assert engine.pool is not None
-    assert engine.pool.context is not None
     slot, state, cache = engine.pool.occupants.index(answer), engine.pool.state, engine.pool.target_cache
     length = int(state.length[slot]) - 1
     parts = [t[slot, :, :length] for t in cache.tensors]
-    parts += list(engine.pool.context.joint[:, :, slot, :, :length].flatten(0, 1))
+    parts += list(engine.pool.draft.joint[:, :, slot, :, :length].flatten(0, 1))
     return torch.cat([part.flatten() for part in parts])
 
 

@@ -23,6 +23,7 @@ from draftsmith.layouts import LAYOUTS, WRITABLE
 from draftsmith.targets.options import TargetOptions
 from tests.docs.showing import collect, runs_everywhere, shown_methods
 from tests.layouts.drafts import HEADS, simple_draft, target_ends
+from tests.support.fillers import filler_of
 from tests.support.tiny import KINDS, tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -197,13 +198,15 @@ def test_decoding(method: Algorithm):
     head = HEADS[method.architecture][0]
     draft = tiny_draft(target, architecture=method.architecture, head=head, block_size=6)
     tried = {
-        "greedy": lambda: method.proposer(draft, target.ends),
-        "sampling": lambda: method.proposer(draft, target.ends),
-        "fewer proposals": lambda: method.proposer(draft, target.ends, 2),
-        "smaller blocks": lambda: method.proposer(draft.with_block_size(4), target.ends),
-        "min_survival": lambda: method.proposer(draft, target.ends, min_survival=0.5),
-        "rollout: dense, pruned": lambda: [method.proposer(draft, target.ends, rollout=r) for r in ("dense", "pruned")],
-        "tensor_parallel": lambda: method.proposer(draft, target.ends, rollout="dense", tensor_parallel=True),
+        "greedy": lambda: filler_of(method, draft, target.ends),
+        "sampling": lambda: filler_of(method, draft, target.ends),
+        "fewer proposals": lambda: filler_of(method, draft, target.ends, 2),
+        "smaller blocks": lambda: filler_of(method, draft.with_block_size(4), target.ends),
+        "min_survival": lambda: filler_of(method, draft, target.ends, min_survival=0.5),
+        "rollout: dense, pruned": lambda: [
+            filler_of(method, draft, target.ends, rollout=r) for r in ("dense", "pruned")
+        ],
+        "tensor_parallel": lambda: filler_of(method, draft, target.ends, rollout="dense", tensor_parallel=True),
     }
     check("decoding", method, {feature: [accepted(work)] for feature, work in tried.items()})
 

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
 from draftsmith.drafts.convolution import BlockConvolution
+from draftsmith.drafts.runner import DenseBlocks, FusedBlocks
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.export.verify import block_logits, verify_export
+from draftsmith.export.verify import proposal_of, verify_export
 from draftsmith.layouts import TargetParts
 from draftsmith.targets.ends import TargetEnds
 from tests.support.tiny_draft import tiny_draft
@@ -97,16 +97,16 @@ def test_the_targets_ends_are_compared_where_the_layout_holds_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", DRAFTS)
-def test_the_logits_depend_on_every_parameter_that_proposals_depend_on(method: str) -> None:
+def test_the_proposal_depends_on_every_parameter_that_proposals_depend_on(method: str) -> None:
     draft, own = draft_of(method, "float32"), ends(torch.float32)
-    before = block_logits(draft, own, 0)
-    assert all(torch.equal(before[name], again) for name, again in block_logits(draft, own, 0).items())
-    assert before["slots"].shape == (2, 5, 41)
+    before = proposal_of(draft, own, 0)
+    assert all(torch.equal(before[name], again) for name, again in proposal_of(draft, own, 0).items())
+    assert before["states"].shape == (2, 5, 24)
     for name, parameter in draft.named_parameters():
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter.mul_(1.5).add_(0.1)
-        after = block_logits(draft, own, 0)
+        after = proposal_of(draft, own, 0)
         same = all(torch.equal(before[key], after[key]) for key in before)
         # How sure the draft is has no say in what it proposes; the tensors are compared all the same.
         assert same == ("confidence_head" in name), name

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.algorithms.algorithm import Proposals
+from draftsmith.algorithms.drafter import Proposals
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
@@ -87,18 +87,18 @@ def sampled(sampling: SamplingOptions, top_k: int, *, wrong_q: bool = False) -> 
     draft = dflash2_draft(target, head, num_layers=1, block_size=4, head_dim=4, intermediate_size=16, seed=17)
     engine = Engine(target, draft)
     if wrong_q:
-        engine.proposer = Forgetful(engine.proposer)
+        engine.drafter.filler = Forgetful(engine.drafter.filler)
     return decode_small(engine, sampling, new=4)
 
 
 class Forgetful:
     """Mutated: claims that its tokens were drawn from a uniform distribution."""
 
-    def __init__(self, proposer: Any) -> None:
-        self.proposer, self.num_proposals = proposer, proposer.num_proposals
+    def __init__(self, filler: Any) -> None:
+        self.filler, self.num_proposals = filler, filler.num_proposals
 
-    def propose(self, *arguments: Any) -> Proposals:
-        proposals = self.proposer.propose(*arguments)
+    def fill(self, *arguments: Any) -> Proposals:
+        proposals = self.filler.fill(*arguments)
         return Proposals(proposals.token_ids, torch.full_like(proposals.q, 1 / SMALL))
 
 

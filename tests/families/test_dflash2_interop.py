@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftsmith.algorithms.registry import algorithm
 from draftsmith.decoding.generate import generate
 from draftsmith.decoding.sampling import SamplingOptions, distribution
 from draftsmith.drafts.attention import DenseBlockAttention
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_model
 from tests.support.tiny_draft import tiny_draft
 
@@ -94,8 +94,8 @@ def test_their_selector_makes_our_proposals(tmp_path: Path, options: dict[str, A
     draft.save(tmp_path / "draft")
     peer = zlab.DFlash2DraftModel.from_pretrained(tmp_path / "draft").eval()
     hidden, anchors = torch.randn(1, draft.config.block.size, 32), torch.tensor([7])
-    proposer = algorithm("dflash2").proposer(draft, target.ends)
-    greedy = proposer.propose(hidden, anchors, lambda logits, draw: (logits.argmax(-1), None)).token_ids
+    filler = filler_of("dflash2", draft, target.ends)
+    greedy = filler.fill(hidden, anchors, lambda logits, draw: (logits.argmax(-1), None)).token_ids
     theirs, _, _ = peer.propose(hidden[:, 1:], anchors, model.lm_head, 0.0)
     assert torch.equal(greedy, theirs)
 
@@ -106,7 +106,7 @@ def test_their_selector_makes_our_proposals(tmp_path: Path, options: dict[str, A
     def follow(logits: Tensor, draw: int) -> tuple[Tensor, Tensor]:
         return next(taken), distribution(logits, SamplingOptions(0.8))
 
-    found = proposer.propose(hidden, anchors, follow)
+    found = filler.fill(hidden, anchors, follow)
     wanted = torch.zeros_like(found.q).scatter(-1, candidates, q)
     torch.testing.assert_close(found.q, wanted, atol=1e-5, rtol=1e-4)
 

@@ -115,18 +115,18 @@ def sampled(shift: bool, prefix: int, sampling: SamplingOptions, *, wrong_q: boo
     draft = domino_draft(target, shift, prefix, num_layers=1, block_size=3, seed=2)
     engine = Engine(target, draft)
     if wrong_q:
-        engine.proposer = Forgetful(engine.proposer)
+        engine.drafter.filler = Forgetful(engine.drafter.filler)
     return decode_small(engine, sampling, new=4)
 
 
 class Forgetful:
     """Mutated: claims that its tokens were drawn from a uniform distribution."""
 
-    def __init__(self, proposer: Any) -> None:
-        self.proposer, self.num_proposals = proposer, proposer.num_proposals
+    def __init__(self, filler: Any) -> None:
+        self.filler, self.num_proposals = filler, filler.num_proposals
 
-    def propose(self, *arguments: Any) -> Any:
-        proposals = self.proposer.propose(*arguments)
+    def fill(self, *arguments: Any) -> Any:
+        proposals = self.filler.fill(*arguments)
         return type(proposals)(proposals.token_ids, torch.full_like(proposals.q, 1 / SMALL))
 
 

@@ -29,7 +29,7 @@ def check(target: Target, draft: Draft) -> None:
     drafted = generate(target, draft, PROMPTS, **settings)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     engine = Engine(target, draft)
-    engine.proposer = OneSlotOff(engine.proposer)
+    engine.drafter.filler = OneSlotOff(engine.drafter.filler)
     request = Request.of(PROMPTS, max_new_tokens=9, sampling=SamplingOptions(), seed=0)
     assert max(length for result in engine.decode(request) for length in result.accept_lengths) < 3
 
@@ -37,11 +37,11 @@ def check(target: Target, draft: Draft) -> None:
 class OneSlotOff:
     """Mutated: reads the token of each slot off the slot before."""
 
-    def __init__(self, proposer: Any) -> None:
-        self.proposer, self.num_proposals = proposer, proposer.num_proposals
+    def __init__(self, filler: Any) -> None:
+        self.filler, self.num_proposals = filler, filler.num_proposals
 
-    def propose(self, hidden: Tensor, *others: Any) -> Any:
-        return self.proposer.propose(hidden.roll(1, dims=1), *others)
+    def fill(self, hidden: Tensor, *others: Any) -> Any:
+        return self.filler.fill(hidden.roll(1, dims=1), *others)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from draftsmith.decoding.answer import Answer
-from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.generate import Generation, generate
 from draftsmith.decoding.options import EngineOptions
@@ -16,6 +15,7 @@ from draftsmith.decoding.request import Request
 from draftsmith.decoding.rng import Stream, row_seeds, uniform_pair
 from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.runner import DenseBlocks, FusedBlocks
 from draftsmith.targets.target import Target
 from tests.decoding.oracle import Oracle, decode_with
 from tests.support.tiny import KINDS, tiny_model
@@ -177,11 +177,10 @@ def test_the_hosts_lag_changes_nothing(sampling: SamplingOptions) -> None:
 
 def caches_of(engine: Engine, answer: Answer) -> torch.Tensor:
     assert engine.pool is not None
-    assert engine.pool.context is not None
     slot, state, cache = engine.pool.occupants.index(answer), engine.pool.state, engine.pool.target_cache
     length = int(state.length[slot]) - 1
     parts = [t[slot, :, :length] for t in cache.tensors]
-    parts += list(engine.pool.context.joint[:, :, slot, :, :length].flatten(0, 1))
+    parts += list(engine.pool.draft.joint[:, :, slot, :, :length].flatten(0, 1))
     return torch.cat([part.flatten() for part in parts])
 
 

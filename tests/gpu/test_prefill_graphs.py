@@ -41,7 +41,7 @@ def caches(engine: Engine) -> list[torch.Tensor]:
     pool = engine.pool
     assert pool is not None
     kept = [*pool.target_cache.tensors]
-    return kept if pool.context is None else [*kept, pool.context.joint]
+    return kept if pool.draft is None else [*kept, pool.draft.joint]
 
 
 @pytest.mark.parametrize(

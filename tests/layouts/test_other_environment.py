@@ -23,6 +23,7 @@ from draftsmith.drafts.heads.dspark import DSparkHead, corrected_logits
 from draftsmith.layouts import TargetParts
 from draftsmith.targets.ends import TargetEnds
 from tests.layouts.drafts import HEADS, TARGET, simple_draft
+from tests.support.fillers import filler_of
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DRAFTSMITH_INTEROP_PYTHON", ROOT / ".venv-interop/bin/python"))
@@ -93,8 +94,8 @@ def outputs(draft: Draft, given: dict[str, Tensor]) -> dict[str, Tensor]:
         def choose(scores: Tensor, draw: int) -> tuple[Tensor, None]:
             return scores.argmax(-1), None
 
-        proposer = algorithm_for(draft.config).proposer(draft, ends)
-        found["path"] = proposer.propose(hidden, given["anchor"], choose).token_ids
+        filler = filler_of(algorithm_for(draft.config), draft, ends)
+        found["path"] = filler.fill(hidden, given["anchor"], choose).token_ids
     return found
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 REPORT_HEADER = 3
 """Numbers of a report before its tokens: the row's length, how many tokens were committed, and the flags."""
 
+COMMITTED = 1
+"""Which of them is the number of tokens committed."""
+
 FINISHED, STOPPED, INVALID_TARGET, INVALID_DRAFT = 1, 2, 4, 8
 """Flags of a report, added up."""
 

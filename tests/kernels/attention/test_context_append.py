@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftsmith.decoding.cache import DenseBlocks, FusedBlocks
+from draftsmith.drafts.runner import DenseBlocks, FusedBlocks
 from draftsmith.kernels.attention.context_append import context_append, context_append_reference
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft

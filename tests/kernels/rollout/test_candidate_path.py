@@ -1,4 +1,4 @@
-"""DFlash 2's candidates and the greedy path through them, against plain PyTorch and against the plain proposer."""
+"""DFlash 2's candidates and the greedy path through them, against plain PyTorch and against the plain filler."""
 
 from dataclasses import replace
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftsmith.algorithms.dflash2 import DFlash2Proposer, selector_of
-from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Proposer
-from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.dflash2_path import DFlash2Filler, selector_of
+from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.kernels.rollout.candidate_path import (
@@ -23,6 +22,7 @@ from draftsmith.kernels.rollout.candidate_path import (
     top_candidates_reference,
 )
 from draftsmith.kernels.vocabulary.keys import key_ids
+from tests.support.fillers import filler_of
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -105,16 +105,16 @@ def test_the_proposer_with_kernels_is_the_plain_one(sampling: SamplingOptions) -
     head = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 7}
     draft = tiny_draft(target, block_size=6, architecture="dflash2", head=head)
     selector_of(draft).successor_codebook.mul_(4.0)
-    plain = algorithm("dflash2").proposer(draft, target.ends, 4)
-    assert isinstance(plain, DFlash2Proposer)
-    kernels = KernelDFlash2Proposer(plain.draft, plain.ends, plain.layout, plain.num_proposals)
+    plain = filler_of("dflash2", draft, target.ends, 4)
+    assert isinstance(plain, DFlash2Filler)
+    kernels = KernelDFlash2Filler(plain.draft, plain.ends, plain.layout, plain.num_proposals)
     hidden, anchors = torch.randn(3, 6, target.hidden_size), torch.randint(VOCAB, (3,))
     sampler = RowSampler(sampling, torch.arange(3), torch.arange(3) + 9)
-    expected, found = (proposer.propose(hidden, anchors, sampler) for proposer in (plain, kernels))
+    expected, found = (filler.fill(hidden, anchors, sampler) for filler in (plain, kernels))
     assert found.token_ids.shape == (3, 4)
     assert torch.equal(found.token_ids, expected.token_ids)
     assert (found.q is None) == (expected.q is None) == sampling.greedy
     if found.q is not None and expected.q is not None:
         torch.testing.assert_close(found.q, expected.q)
-    changed = replace(kernels, num_proposals=2).propose(hidden.flip(0), anchors, sampler)
+    changed = replace(kernels, num_proposals=2).fill(hidden.flip(0), anchors, sampler)
     assert not torch.equal(changed.token_ids, found.token_ids[:, :2])

@@ -1,5 +1,7 @@
-"""The draft's context during decoding: keys and values of verified tokens, and who sees them."""
+"""Runs a draft's blocks in decoding, over the context that verified tokens left: their keys and values, and who sees
+them."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +15,11 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.fused import FusedDraft
 from draftsmith.kernels.attention.visibility import Visibility
 from draftsmith.targets.cache import KeysValues, KeysValuesShape, Room, StaticCache
+
+_log = logging.getLogger(__name__)
+
+_FUSED_BLOCK_SIZE = 32
+"""Widest block that the fused pass is tested with."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,23 @@ class FusedBlocks:
     def block(self, embeddings: Tensor, anchors: Tensor, cache: ContextCache, extent: int) -> Tensor:
         assert cache.rope_table is not None
         return self.fused.block(embeddings, anchors, cache.joint, cache.rope_table)
+
+
+def block_runner(draft: Draft) -> BlockRunner:
+    """What runs the draft's blocks: the fused pass on a CUDA device, if it takes blocks so wide, else the draft's own
+    modules. Where those run on a CUDA device the log says so, once a call."""
+    if draft.device.type != "cuda":
+        return DenseBlocks(draft)
+    block_size = draft.config.block_for("decoding").size
+    if block_size > _FUSED_BLOCK_SIZE:
+        _log.warning(
+            "the draft's blocks have %d slots and the fused pass takes up to %d: the draft's own modules run, which is "
+            "slower; decode with a smaller block (tune finds one), or train one",
+            block_size,
+            _FUSED_BLOCK_SIZE,
+        )
+        return DenseBlocks(draft)
+    return FusedBlocks(draft)
 
 
 def _cache(draft: Draft, slots: int, length: int) -> StaticCache:

@@ -1,0 +1,35 @@
+"""The kernel of `block_embeddings`: a program copies a part of one slot's row. Launched as any other kernel: what
+follows it may fetch weights early (`kernels.device`) because a step begins so."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHANNELS = 1024
+"""Of one slot, in one program."""
+
+
+@triton.jit(do_not_specialize=["filler"])
+def _embeddings_kernel(  # type: ignore[no-untyped-def]
+    weight_ptr, anchor_ids_ptr, out_ptr, anchor_stride, filler,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < WIDTH
+    anchor_id = tl.load(anchor_ids_ptr + row // SLOTS * anchor_stride)
+    token = tl.where(row % SLOTS == 0, anchor_id, filler)
+    values = tl.load(weight_ptr + token * WIDTH + channels, mask=inside)
+    tl.store(out_ptr + row * WIDTH + channels, values, mask=inside)
+
+
+def block_embeddings(weight: Tensor, anchor_ids: Tensor, filler: int, block_size: int) -> Tensor:
+    """As `block_embeddings.block_embeddings`."""
+    width = weight.shape[1]
+    out = weight.new_empty(len(anchor_ids), block_size, width)
+    block = min(CHANNELS, triton.next_power_of_2(width))
+    _embeddings_kernel[(len(anchor_ids) * block_size, triton.cdiv(width, block))](
+        weight, anchor_ids, out, anchor_ids.stride(0), filler,
+        SLOTS=block_size, WIDTH=width, BLOCK=block, num_warps=max(1, block // 256),
+    )  # fmt: skip
+    return out
