@@ -1,0 +1,1 @@
+"""Layers that keep a state instead of keys: linear recurrences and the short convolutions before them."""
