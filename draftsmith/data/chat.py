@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,12 @@ from draftsmith.data.options import TEMPLATE_SYSTEM_PROMPT, DataOptions
 from draftsmith.errors import DraftsmithError
 
 Messages = Sequence[Mapping[str, str]]
+
+REASONING = "reasoning_content"
+"""The key of a message's reasoning, where it is not part of the content."""
+
+# The names under which chat templates read a message's reasoning; of several, the first is given.
+_REASONING_NAMES = (REASONING, "reasoning", "thinking")
 
 # Cases on which tokenizers with equal vocabularies differ: normalisation, digits, spaces, byte fallback, added tokens.
 PROBE_TEXT = "Hello  World\n\n\tdon't 12345 3.14 café naïve ﬁ 東京 🙂 <|im_end|></s> snake_case=CamelCase;\r\n"
@@ -64,6 +71,17 @@ def render_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, option
     DraftsmithError: no chat template, or the template refuses the messages.
     """
     return render_ids(messages, tokenizer, options, generation_prompt=True)
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of a rendered text, to which nothing is added."""
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def characters_of_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    """[start, end) in the text of each of its tokens. The tokenizer must be a fast one."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
 
 
 def render_with_assistant_mask(
@@ -133,6 +151,24 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(map(int, (*tokenizer.all_special_ids, *added)))
 
 
+def special_token_texts(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """A pattern for the special tokens as they are written in a rendered text."""
+    return _any_of(str(tokenizer.convert_ids_to_tokens(token)) for token in special_token_ids(tokenizer))
+
+
+def added_token_at_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The added token, special or not, with which a text ends before its last white space; None where it ends with
+    other text."""
+    added = _any_of(str(token) for token in tokenizer.added_tokens_decoder.values())
+    last = re.search(rf"({added.pattern})\s*\Z", text)
+    return None if last is None else last.group(1)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for the first of these texts, of several there the longest; for nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 of what the tokenizer does: vocabulary, added and special tokens, and the ids of a probe text.
 
@@ -192,11 +228,20 @@ def _apply(messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Data
                     f"the {name} of a {message['role']} message holds {fault}, half of a surrogate pair, which is no "
                     "character; mend the text"
                 )
+    prepared = [_as_read(message, template) for message in with_system_prompt(messages, options)]
     try:
-        return tokenizer.apply_chat_template(with_system_prompt(messages, options), chat_template=template, **settings)
+        return tokenizer.apply_chat_template(prepared, chat_template=template, **settings)
     # A template is a program: its own faults are those of Python's operators.
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise DraftsmithError(f"{template_name(tokenizer, options)} refuses the messages: {error}") from error
+
+
+def _as_read(message: dict[str, str], template: str) -> dict[str, str]:
+    """A message with its reasoning under the name by which the template asks for it."""
+    if REASONING not in message:
+        return message
+    read = (name for name in _REASONING_NAMES if re.search(rf"""\.{name}\b|['"]{name}['"]""", template))
+    return {next(read, REASONING) if key == REASONING else key: text for key, text in message.items()}
 
 
 def _name(tokenizer: PreTrainedTokenizerBase, template: str) -> str:

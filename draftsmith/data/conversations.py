@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.chat import REASONING
 from draftsmith.data.jsonl import RecordError, parse_records
 from draftsmith.data.sample import Conversation
 
@@ -15,18 +16,19 @@ SHAREGPT_ROLES = {
     "system": "system",
     "tool": "tool",
 }
+ANSWER_IDS = "answer_token_ids"
+"""The key of a record under which the generated tokens of its answers are kept, one list an answer."""
 LAYOUT_KEYS = ("messages", "conversations", "turns", "prompt")
-# Reasoning that a server returned apart from the answer: chat templates read it under this name.
-OPTIONAL_MESSAGE_KEY = "reasoning_content"
 
 
 def read_conversations(path: str | Path) -> list[Conversation]:
     """The training conversations of a JSONL file, in its order.
 
     A line holds `messages` ([{"role", "content"}, ...]) or `conversations` (ShareGPT: [{"from", "value"}, ...]), and
-    perhaps `id` (otherwise FILESTEM-LINE) and `finish_reason` ("length": the last answer was cut off). Other keys of
-    the line are not read. DraftsmithError, with file and line: missing file, no line, bad JSON, another layout, unknown
-    or misplaced roles, empty messages, ids used twice, and prompts without answers (`turns`).
+    perhaps `id` (otherwise FILESTEM-LINE), `finish_reason` ("length": the last answer was cut off) and
+    `answer_token_ids` (the generated tokens of each answer). Other keys of the line are not read. DraftsmithError, with
+    file and line: missing file, no line, bad JSON, another layout, unknown or misplaced roles, empty messages, ids used
+    twice, and prompts without answers (`turns`).
     """
     return parse_records(Path(path), "conversation", _conversation)
 
@@ -69,7 +71,26 @@ def _conversation(record: dict[str, Any], identity: str) -> Conversation:
     messages = record_messages(record)
     if all(message["role"] != "assistant" for message in messages):
         raise RecordError(f"{layout} has no assistant message: {unanswered}")
-    return Conversation(identity, tuple(messages), finished=record.get("finish_reason") != "length")
+    return Conversation(
+        identity,
+        tuple(messages),
+        finished=record.get("finish_reason") != "length",
+        answer_ids=_answer_ids(record.get(ANSWER_IDS), messages),
+    )
+
+
+def _answer_ids(raw: Any, messages: list[dict[str, str]]) -> tuple[tuple[int, ...], ...]:
+    if raw is None:
+        return ()
+    answers = sum(message["role"] == "assistant" for message in messages)
+    if not isinstance(raw, list) or len(raw) != answers or not all(isinstance(ids, list) and ids for ids in raw):
+        raise RecordError(
+            f"{ANSWER_IDS} is {_shorten(raw)}; it must hold a list of token ids for each of {answers} answers"
+        )
+    for token in (token for ids in raw for token in ids):
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise RecordError(f"{ANSWER_IDS} holds {token!r}; token ids are integers from 0 on")
+    return tuple(map(tuple, raw))
 
 
 def _chat_message(message: Any, where: str) -> dict[str, str]:
@@ -93,7 +114,7 @@ def _fields(message: Any, where: str, required: tuple[str, str]) -> dict[str, st
     (tool calls) or what is to be learnt (weights); empty ones are passed over."""
     if not isinstance(message, dict):
         raise RecordError(f"{where} is {_shorten(message)}; a message is an object with {' and '.join(required)}")
-    known = (*required, OPTIONAL_MESSAGE_KEY)
+    known = (*required, REASONING)
     fields: dict[str, str] = {}
     for key in required:
         if key not in message:
@@ -103,7 +124,7 @@ def _fields(message: Any, where: str, required: tuple[str, str]) -> dict[str, st
             if value in (None, [], {}):
                 continue
             raise RecordError(f"{where}: key {key!r} is not supported; allowed: {', '.join(known)}")
-        if key == OPTIONAL_MESSAGE_KEY and value is None:
+        if key == REASONING and value is None:
             continue
         if not isinstance(value, str):
             raise RecordError(f"{where}: {key} is {_shorten(value)}; it must be text")

@@ -10,12 +10,14 @@ class Conversation:
     """One conversation: `id` (unique in its file) and chat `messages` ({"role": ..., "content": ...}, in order).
 
     `finished` False says that the last answer was cut off by a length limit, so that the assistant did not end its turn
-    there and the end-of-turn token after it is not the assistant's.
+    there and the end-of-turn token after it is not the assistant's. `answer_ids`: the tokens of each answer as they
+    were generated, its stop token included; empty where they are not known.
     """
 
     id: str
     messages: tuple[dict[str, str], ...]
     finished: bool = True
+    answer_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

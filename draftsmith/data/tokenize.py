@@ -1,36 +1,21 @@
 """Conversations as token ids with a loss mask, which always comes from the chat template itself."""
 
 import logging
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data.chat import (
-    chat_template,
-    default_system_prompt,
-    render_ids,
-    render_text,
-    render_with_assistant_mask,
-    special_token_ids,
-    template_name,
-    with_system_prompt,
-)
+from draftsmith.data.chat import default_system_prompt, render_ids, template_name, with_system_prompt
 from draftsmith.data.options import DataOptions
+from draftsmith.data.said import check_said
 from draftsmith.data.sample import Conversation, Sample
+from draftsmith.data.spans import AnswerSpans, TemplateMismatch
 from draftsmith.errors import DraftsmithError
 
 _log = logging.getLogger(__name__)
-
-# How transformers itself tells that a template marks the assistant's tokens.
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MISMATCH_FIX = "data.chat_template: FILE), or leave such conversations out (data.template_mismatch: skip"
-
-
-class TemplateMismatch(DraftsmithError):
-    """A conversation in whose rendering the assistant's tokens cannot be told apart."""
 
 
 @dataclass
@@ -83,9 +68,8 @@ def tokenize_all(
     samples: list[Sample] = []
     for conversation in conversations:
         report.conversations += 1
-        parts = answers_apart(conversation) if options.turns == "apart" else [conversation]
         try:
-            tokenized = [tokenize(part, tokenizer, options) for part in parts]
+            tokenized = samples_of(conversation, tokenizer, options)
         except TemplateMismatch:
             if options.template_mismatch == "error":
                 raise
@@ -112,32 +96,77 @@ def tokenize_all(
     return samples, report
 
 
+def samples_of(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> list[Sample]:
+    """The samples of one conversation, uncut: `max_length` is `tokenize_all`'s to apply.
+
+    Of an answer whose generated tokens are known exactly these are supervised, after the prompt that it was given to.
+    With `turns: together` one sample holds as many answers as the last one's prompt repeats token for token; an earlier
+    answer that it renders otherwise (its reasoning dropped, its text in other tokens) has a sample of its own. Answers
+    that are known as text are looked for in the rendering (`tokenize`).
+
+    TemplateMismatch: these cannot be told apart. DraftsmithError: no template, it refuses the messages, or tokens that
+    are not those of the text.
+    """
+    if conversation.answer_ids:
+        return _generated(conversation, tokenizer, options)
+    parts = answers_apart(conversation) if options.turns == "apart" else [conversation]
+    return [tokenize(part, tokenizer, options) for part in parts]
+
+
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> Sample:
-    """One conversation as the target is served it, uncut: `max_length` is `tokenize_all`'s to apply.
+    """A conversation known as text, as the target is served it.
 
     Supervised are the tokens of every answer (with `turns: apart`, of the last one) up to and including its end-of-turn
-    token, not the header before it. The mask comes from {% generation %} where the template has it; otherwise an answer
-    lies between the rendering up to it with a generation prompt and the rendering up to its end, each of which must be
-    a token prefix of the next. An answer that was cut off ends the sample before the template's end-of-turn token.
+    token, neither the header before it nor what the template itself puts before the answer's text. An answer lies
+    where {% generation %} marks it; in templates without that, between the rendering up to it with a generation prompt
+    and the rendering up to its end, each of which must begin the next. An answer that was cut off ends the sample, and
+    follows the generation prompt as its text is.
 
-    TemplateMismatch: the spans cannot be told apart. DraftsmithError: no template, or it refuses the messages.
+    TemplateMismatch and DraftsmithError as `samples_of`.
     """
-    messages = with_system_prompt(conversation.messages, options)
-    if GENERATION_TAG.search(chat_template(tokenizer, options)):
-        ids, spans = _marked_spans(conversation.id, messages, tokenizer, options)
-    else:
-        ids, spans = _prefix_spans(conversation.id, messages, tokenizer, options)
-    if options.turns == "apart":
-        spans = spans[-1:]
-    if not conversation.finished and spans and messages[-1]["role"] == "assistant":
-        start, end = spans[-1]
-        if ids[end - 1] in special_token_ids(tokenizer):
-            spans[-1] = (start, end - 1)
-        ids = ids[: spans[-1][1]]
+    found = AnswerSpans(
+        conversation.id,
+        with_system_prompt(conversation.messages, options),
+        tokenizer,
+        options,
+        finished=conversation.finished,
+        last_only=options.turns == "apart",
+    )
+    return _sample(conversation.id, found.ids, found.spans)
+
+
+def _sample(identity: str, ids: Sequence[int], spans: Iterable[tuple[int, int]]) -> Sample:
     mask = torch.zeros(len(ids), dtype=torch.bool)
     for start, end in spans:
         mask[start:end] = True
-    return Sample(conversation.id, torch.tensor(ids, dtype=torch.int64), mask)
+    return Sample(identity, torch.tensor(ids, dtype=torch.int64), mask)
+
+
+def _generated(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> list[Sample]:
+    """The samples of a conversation whose generated tokens are known."""
+    messages = with_system_prompt(conversation.messages, options)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    together = options.turns == "together"
+    groups: list[_Group] = []  # from the last answer to the first
+    for number, index in reversed(list(enumerate(answers))):
+        answer = conversation.answer_ids[number]
+        check_said(conversation.id, messages[index], answer, tokenizer)
+        prompt = render_ids(messages[:index], tokenizer, options, generation_prompt=True)
+        ids, span = [*prompt, *answer], (len(prompt), len(prompt) + len(answer))
+        if together and groups and groups[-1].ids[: len(ids)] == ids:
+            groups[-1].spans.append(span)
+        else:
+            whole = together and not groups
+            groups.append(_Group(conversation.id if whole else f"{conversation.id}/{number}", ids, [span]))
+    return [_sample(group.id, group.ids, group.spans) for group in reversed(groups)]
+
+
+class _Group(NamedTuple):
+    """Answers that one sample holds: its id, its tokens, and [start, end) of each answer there."""
+
+    id: str
+    ids: list[int]
+    spans: list[tuple[int, int]]
 
 
 def answers_apart(conversation: Conversation) -> list[Conversation]:
@@ -152,89 +181,6 @@ def answers_apart(conversation: Conversation) -> list[Conversation]:
             finished=conversation.finished or end != last,
         )
         for number, end in enumerate(ends)
-    ]
-
-
-def _prefix_spans(
-    identity: str, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids, and the answers' [start, end) by rendering growing prefixes of the conversation."""
-    full = render_ids(messages, tokenizer, options, generation_prompt=False)
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if options.turns == "apart":
-        answers = answers[-1:]
-    spans = []
-    for index in answers:
-        prompt = render_ids(messages[:index], tokenizer, options, generation_prompt=True)
-        through = render_ids(messages[: index + 1], tokenizer, options, generation_prompt=False)
-        start = len(prompt)
-        end = _end_of_turn(through, start, tokenizer)
-        if through[:start] != prompt:
-            cause = _header_cause(messages, index, tokenizer, options)
-        elif full[:end] != through[:end]:
-            cause = (
-                "the rest of the conversation changes how it is rendered (templates that drop earlier reasoning do); "
-                "data.turns: apart trains each answer on its own, as it is served"
-            )
-        elif end == start:
-            cause = "nothing is rendered for it"
-        else:
-            spans.append((start, end))
-            continue
-        raise TemplateMismatch(
-            f"conversation {identity!r}, message {index}: {template_name(tokenizer, options)} does not show which "
-            f"tokens the assistant wrote: {cause}. Otherwise give a template with {{% generation %}} "
-            f"({MISMATCH_FIX})"
-        )
-    return full, spans
-
-
-def _header_cause(
-    messages: list[dict[str, str]], index: int, tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> str:
-    prompt = render_text(messages[:index], tokenizer, options, generation_prompt=True)
-    through = render_text(messages[: index + 1], tokenizer, options, generation_prompt=False)
-    if through.startswith(prompt):
-        return (
-            "the answer's first characters make one token with the end of the header before it; strip the white space "
-            "at the answer's start"
-        )
-    return "the answer is not rendered after the template's generation prompt"
-
-
-def _end_of_turn(ids: Sequence[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Where an answer that begins at `start` ends: after its last special token, if only white space follows that."""
-    special = special_token_ids(tokenizer)
-    for index in range(len(ids) - 1, start - 1, -1):
-        if ids[index] in special:
-            return index + 1 if not str(tokenizer.decode(list(ids[index + 1 :]))).strip() else len(ids)
-    return len(ids)
-
-
-def _marked_spans(
-    identity: str, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids, and the answers' [start, end) as {% generation %} marks them.
-
-    A template whose mark ends just before the eos token leaves out a token that the target does write: it is added.
-    """
-    ids, mask = render_with_assistant_mask(messages, tokenizer, options)
-    edges = [index for index in range(1, len(ids)) if mask[index] != mask[index - 1]]
-    if ids and mask[0]:
-        edges.insert(0, 0)
-    if ids and mask[-1]:
-        edges.append(len(ids))
-    spans = list(zip(edges[::2], edges[1::2], strict=True))
-    answers = sum(message["role"] == "assistant" for message in messages)
-    if len(spans) != answers:
-        raise TemplateMismatch(
-            f"conversation {identity!r}: {template_name(tokenizer, options)} marks {len(spans)} spans with "
-            f"{{% generation %}} for {answers} answers; mend the template ({MISMATCH_FIX})"
-        )
-    eos = tokenizer.eos_token_id
-    return ids, [
-        (start, end + 1 if end < len(ids) and ids[end] == eos and eos not in ids[start:end] else end)
-        for start, end in spans
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.base.files import replacing
+from draftsmith.data.conversations import ANSWER_IDS
 from draftsmith.data.jsonl import read_records
 from draftsmith.data.prompts import Prompt
 from draftsmith.errors import DraftsmithError, differences
@@ -64,9 +65,7 @@ class AnswerFile:
         """Puts the answers in the prompts' order, under the categories that these have now, and returns them."""
         found = [record for _, record in read_records(self.path)]
         by_id = {record["id"]: record for record in found}
-        ordered = [
-            answer_record(prompt, by_id[prompt.id]["messages"], by_id[prompt.id]["finish_reason"]) for prompt in prompts
-        ]
+        ordered = [_as_asked(prompt, by_id[prompt.id]) for prompt in prompts]
         if found != ordered:
             _write_durably(self.path, "".join(_line(record) for record in ordered))
         return ordered
@@ -124,10 +123,21 @@ def _is_answer(record: Any) -> bool:
     return all(isinstance(each, dict) for each in messages) and "assistant" in [each.get("role") for each in messages]
 
 
-def answer_record(prompt: Prompt, messages: list[dict[str, str]], finish_reason: str) -> dict[str, Any]:
-    """A line of the file: {id, category?, messages, finish_reason}."""
+def answer_record(
+    prompt: Prompt,
+    messages: list[dict[str, str]],
+    finish_reason: str,
+    answer_ids: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Any]:
+    """A line of the file: {id, category?, messages, answer_token_ids?, finish_reason}."""
     category = {} if prompt.category is None else {"category": prompt.category}
-    return {"id": prompt.id, **category, "messages": messages, "finish_reason": finish_reason}
+    ids = {} if answer_ids is None else {ANSWER_IDS: [list(ids) for ids in answer_ids]}
+    return {"id": prompt.id, **category, "messages": messages, **ids, "finish_reason": finish_reason}
+
+
+def _as_asked(prompt: Prompt, record: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the file under the category that its prompt has now."""
+    return answer_record(prompt, record["messages"], record["finish_reason"], record.get(ANSWER_IDS))
 
 
 def _line(record: Mapping[str, Any]) -> str:

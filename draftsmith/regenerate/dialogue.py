@@ -1,6 +1,7 @@
 """One prompt's conversation while it is being answered."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.data.prompts import Prompt
@@ -15,6 +16,7 @@ class Dialogue:
         self.finished = False
         self._finish_reason = "stop"
         self._answers: list[dict[str, str]] = []
+        self._answer_ids: list[Sequence[int]] | None = []
 
     @property
     def turn(self) -> int:
@@ -25,10 +27,14 @@ class Dialogue:
         """The messages up to and including the next question."""
         return self.prompt.question(self._answers)
 
-    def answer(self, message: dict[str, str], finish_reason: str) -> None:
-        """Takes the answer to the question last asked. How an answer that was cut off would have gone on is unknown, so
-        no question follows it."""
+    def answer(self, message: dict[str, str], finish_reason: str, token_ids: Sequence[int] | None = None) -> None:
+        """Takes the answer to the question last asked, and its tokens where they are known. How an answer that was cut
+        off would have gone on is unknown, so no question follows it."""
         self._answers.append(message)
+        if self._answer_ids is None or token_ids is None:
+            self._answer_ids = None  # of one answer without them the tokens of the conversation are not known
+        else:
+            self._answer_ids.append(token_ids)
         self._finish_reason = finish_reason
         self.finished = self.turn == len(self.prompt.turns) or finish_reason == "length"
 
@@ -39,4 +45,5 @@ class Dialogue:
 
     def record(self) -> dict[str, Any]:
         """The line of the output, as `answer_record`."""
-        return answer_record(self.prompt, self.prompt.conversation(self._answers), self._finish_reason)
+        messages = self.prompt.conversation(self._answers)
+        return answer_record(self.prompt, messages, self._finish_reason, self._answer_ids)

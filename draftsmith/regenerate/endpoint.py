@@ -121,6 +121,8 @@ class ChatEndpoint:
                 prompt_id,
                 f"{self.url} ended the answer with {finish_reason!r}; only {' and '.join(FINISHED)} can be trained on",
             )
+        if not answer["content"].strip() and not (reasoning or "").strip():
+            raise PromptRefused(prompt_id, f"{self.url} gave an empty answer ({message['content']!r})")
         return ChatAnswer(answer, finish_reason, tokens)
 
 

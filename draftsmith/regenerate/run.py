@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftsmith.base.progress import Progress, SilentProgress
-from draftsmith.data.chat import answer_text, render_prompt, stop_token_ids, template_fingerprint, with_system_prompt
+from draftsmith.data.chat import render_prompt, stop_token_ids, template_fingerprint, with_system_prompt
 from draftsmith.data.options import DataOptions
-from draftsmith.data.prompt import answer_message
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.said import message_of
 from draftsmith.decoding.generate import generate
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate.answers import AnswerFile
@@ -21,28 +21,39 @@ from draftsmith.targets.target import Target
 
 
 class Outcome(NamedTuple):
-    """What became of some prompts: the records of those that are answered, how many new tokens they took, and those
-    that are refused."""
+    """What became of some prompts: the records of those that are answered, how many new tokens they took, those that
+    are refused, and how many answers the chat template does not give back from their text."""
 
     records: list[dict[str, Any]]
     tokens: int
     refused: tuple[PromptRefused, ...] = ()
+    unrendered: int = 0
 
 
 @dataclass
 class RegenerateReport:
     """path: the file of answers; prompts asked for; resumed: answers that were there already; answered: those of this
-    run, with their new `tokens`; cut: conversations of the whole file whose last answer met the length limit; refused:
-    prompts that have no answer, with the reasons in `refusals_path`."""
+    run, with their new `tokens`; unrendered: answers of this run whose text the chat template renders to other tokens
+    than were generated, so that only the kept tokens tell what was said; cut: conversations of the whole file whose
+    last answer met the length limit; refused: prompts that have no answer, with the reasons in `refusals_path`."""
 
     path: Path
     prompts: int
     resumed: int
     answered: int = 0
     tokens: int = 0
+    unrendered: int = 0
     cut: int = 0
     refused: int = 0
     refusals_path: Path | None = None
+
+    def line(self) -> str:
+        """The counts for people; what is rare only where it happened."""
+        others = f", {self.unrendered:,} kept as tokens that their text does not give back" if self.unrendered else ""
+        return (
+            f"{self.answered:,} prompts answered with {self.tokens:,} tokens, {self.resumed:,} there before, "
+            f"{self.cut:,} met the length limit{others}"
+        )
 
 
 def regenerate(
@@ -54,8 +65,10 @@ def regenerate(
     *,
     data: DataOptions | None = None,
 ) -> RegenerateReport:
-    """Writes the target's answers to `out`: a line {id, category?, messages, finish_reason} a prompt, in their order.
+    """Writes the target's answers to `out`, a line a prompt in their order: {id, category?, messages,
+    answer_token_ids?, finish_reason}.
 
+    `answer_token_ids` are the generated tokens of each answer, of which training learns; the local engine gives them.
     Each turn is asked after the earlier ones and their answers; a conversation ends early with an answer that meets the
     length limit. With `options.endpoint` a server answers, and `target` may be None. Answers are appended and made
     durable batch by batch; a run that stopped goes on with what is missing, and a finished one changes nothing. `data`
@@ -104,6 +117,7 @@ def regenerate(
                 file.append(outcome.records)
                 report.answered += len(outcome.records)
                 report.tokens += outcome.tokens
+                report.unrendered += outcome.unrendered
                 for refused in outcome.refused:
                     refusals.add(refused)
                 if report.answered == 0:
@@ -146,7 +160,7 @@ def _by_target(
     for first in range(0, len(prompts), options.batch_size):
         batch = [Dialogue(prompt) for prompt in prompts[first : first + options.batch_size]]
         refused: dict[str, PromptRefused] = {}
-        tokens = 0
+        tokens = unrendered = 0
         while waiting := [each for each in batch if not each.finished and each.prompt.id not in refused]:
             questions: list[tuple[Dialogue, list[int]]] = []
             for dialogue in waiting:
@@ -155,16 +169,21 @@ def _by_target(
                 except PromptRefused as error:
                     refused[error.prompt_id] = error
             if questions:
-                tokens += _answer(questions, target, options, stops)
-        yield Outcome(
-            [each.record() for each in batch if each.prompt.id not in refused], tokens, tuple(refused.values())
-        )
+                counts = _answer(questions, target, options, data, stops)
+                tokens, unrendered = tokens + counts[0], unrendered + counts[1]
+        records = [each.record() for each in batch if each.prompt.id not in refused]
+        yield Outcome(records, tokens, tuple(refused.values()), unrendered)
 
 
 def _answer(
-    questions: Sequence[tuple[Dialogue, list[int]]], target: Target, options: RegenerateOptions, stops: Sequence[int]
-) -> int:
-    """Has the local engine answer one question of each dialogue; returns the number of new tokens."""
+    questions: Sequence[tuple[Dialogue, list[int]]],
+    target: Target,
+    options: RegenerateOptions,
+    data: DataOptions,
+    stops: Sequence[int],
+) -> tuple[int, int]:
+    """Has the local engine answer one question of each dialogue; returns the number of new tokens, and of answers that
+    ended and whose text the chat template renders to other tokens."""
     generations = generate(
         target,
         None,
@@ -176,13 +195,13 @@ def _answer(
         stop_token_ids=stops,
         seed=[dialogue.seed(options.seed) for dialogue, _ in questions],
     )
-    for (dialogue, _), generation in zip(questions, generations, strict=True):
-        text = answer_text(generation.token_ids, target.tokenizer)
-        if generation.finish_reason == "length":
-            # The limit may fall inside a character of several tokens, which then decodes to U+FFFD.
-            text = text.rstrip("\ufffd")
-        dialogue.answer(answer_message(text), generation.finish_reason)
-    return sum(len(generation.token_ids) for generation in generations)
+    unrendered = 0
+    for (dialogue, prompt_ids), generation in zip(questions, generations, strict=True):
+        ids, finished = generation.token_ids, generation.finish_reason == "stop"
+        said = message_of(ids, finished, dialogue.ask(), prompt_ids, target.tokenizer, data)
+        dialogue.answer(said.message, generation.finish_reason, ids)
+        unrendered += finished and not said.renders
+    return sum(len(generation.token_ids) for generation in generations), unrendered
 
 
 def _question_ids(dialogue: Dialogue, target: Target, data: DataOptions) -> list[int]:

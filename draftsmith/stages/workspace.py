@@ -82,10 +82,7 @@ class Workspace(StoreStages):
         def work() -> None:
             target = None if recipe.regenerate.endpoint is not None else self.target
             report = regenerate(target, prompts, out, recipe.regenerate, self.progress, data=recipe.data)
-            self.say(
-                f"answers: {report.answered:,} prompts answered with {report.tokens:,} tokens, {report.resumed:,} "
-                f"there before, {report.cut:,} met the length limit"
-            )
+            self.say(f"answers: {report.line()}")
             if report.refused:
                 self.say(f"answers: {report.refused:,} prompts have none; {report.refusals_path} says why")
 

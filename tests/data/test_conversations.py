@@ -59,6 +59,22 @@ def test_an_answer_cut_off_is_known(tmp_path: Path) -> None:
     assert [conversation.finished for conversation in read_conversations(path)] == [False, True]
 
 
+def test_generated_tokens_are_read_one_list_an_answer(tmp_path: Path) -> None:
+    messages = [USER, ASSISTANT, USER, ASSISTANT]
+    path = write(
+        tmp_path / "c.jsonl", {"messages": messages, "answer_token_ids": [[3, 1], [4]]}, {"messages": messages}
+    )
+    assert [conversation.answer_ids for conversation in read_conversations(path)] == [((3, 1), (4,)), ()]
+    for ids, message in (
+        ([[3, 1]], "a list of token ids for each of 2 answers"),
+        ([[3], []], "a list of token ids for each of 2 answers"),
+        ([[3], "4"], "a list of token ids for each of 2 answers"),
+        ([[3], [True]], "holds True; token ids are integers from 0 on"),
+        ([[3], [-1]], "holds -1"),
+    ):
+        assert message in error_of(path, {"messages": messages, "answer_token_ids": ids})
+
+
 def test_reasoning_is_kept_and_empty_extras_are_passed_over(tmp_path: Path) -> None:
     answer = {**ASSISTANT, "reasoning_content": "thus", "tool_calls": None}
     (conversation,) = read_conversations(write(tmp_path / "c.jsonl", {"messages": [USER, answer]}))

@@ -92,11 +92,13 @@ def test_a_mark_that_leaves_out_the_end_of_turn_gets_it() -> None:
     assert learnt(sample, tokenizer) == "one<|im_end|>two<|im_end|>"
 
 
-def test_a_newline_that_the_template_marks_is_learnt() -> None:
+def test_a_newline_that_the_template_marks_after_the_end_of_turn_is_not_learnt() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = GENERATION_TEMPLATE.replace("{% endgeneration %}{{ '\n' }}", "\n{% endgeneration %}")
-    sample = tokenize(chat("hi", "one"), tokenizer, DataOptions())
-    assert learnt(sample, tokenizer) == "one<|im_end|>\n"
+    sample = tokenize(chat("hi", "one", "more", "two"), tokenizer, DataOptions())
+    assert learnt(sample, tokenizer) == "one<|im_end|>two<|im_end|>"
+    sample = tokenize(chat("hi", "one", "more", "one two", finished=False), tokenizer, DataOptions())
+    assert learnt(sample, tokenizer) == "one<|im_end|>one two"
 
 
 def test_a_mark_missing_for_an_answer_is_an_error() -> None:
@@ -123,8 +125,8 @@ def test_a_template_that_rewrites_earlier_turns_needs_them_apart() -> None:
     samples, report = tokenize_all([conversation], tokenizer, DataOptions(turns="apart"))
     assert [sample.id for sample in samples] == ["c/0", "c/1"]
     assert [learnt(sample, tokenizer) for sample in samples] == [
-        "<think>hm</think>one<|im_end|>",
-        "<think>hm</think>two",
+        "one<|im_end|>",
+        "two",
     ]
     assert report.conversations == 1
 

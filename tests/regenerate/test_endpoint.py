@@ -268,6 +268,24 @@ def test_a_prompt_over_which_the_server_fails_is_refused_at_the_last_try(server:
     assert (report.answered, report.refused) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    "reply", [completion(""), completion(None), completion(" \n", reasoning=""), completion(None, "length")]
+)
+def test_an_empty_answer_is_none(server: Server, tmp_path: Path, reply: Any) -> None:
+    server.replies["question 1"] = [(200, reply)]
+    allowing = options(server).model_copy(update={"max_refused_share": 0.5})
+    report = regenerate(None, many(3), tmp_path / "out.jsonl", allowing)
+    assert (report.answered, report.refused) == (2, 1)
+    assert [record["id"] for record in lines(tmp_path / "out.jsonl")] == ["p0", "p2"]
+    assert "gave an empty answer" in report.refusals_path.read_text()
+    # The next run asks again.
+    assert regenerate(None, many(3), tmp_path / "out.jsonl", allowing).answered == 1
+    strict = options(server).model_copy(update={"max_refused_share": 0.1})
+    server.replies["question 0"] = [(200, reply)]
+    with pytest.raises(DraftsmithError, match=r"1 of 3 prompts have no answer: 'p0': .* gave an empty answer"):
+        regenerate(None, many(3), tmp_path / "other.jsonl", strict)
+
+
 def test_no_server_at_all(server: Server, tmp_path: Path) -> None:
     server.shutdown()
     server.server_close()
