@@ -21,8 +21,8 @@ from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2HeadConfig
+from draftsmith.kernels.vocabulary.softmax_rows import gradient, statistics
 from draftsmith.losses.chunked import Chunk, chunked_sum
-from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead, DominoHeadConfig
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.vocabulary.softmax_rows import gradient, statistics
 from draftsmith.losses.chunked import Chunk, chunked_sum
-from draftsmith.losses.rows import gradient, statistics
 from draftsmith.targets.ends import TargetEnds
 
 

@@ -8,32 +8,8 @@ block's first one count as zero: nothing crosses the block's edge.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-
-def convolve(hidden: Tensor, base: Tensor, delta: Tensor) -> Tensor:
-    """hidden [..., B, H], base [K, H], delta [..., B, K, groups] -> [..., B, H] in hidden's dtype.
-
-    The two products are added one after the other: base + delta in bf16 would round a small delta away.
-    """
-    taps, groups = delta.shape[-2:]
-    width = hidden.shape[-1] // groups
-    slots = hidden.unflatten(-1, (groups, width))  # [..., B, groups, width]
-    weights = base.to(hidden.dtype).unflatten(-1, (groups, width))  # [K, groups, width]
-    delta = delta.to(hidden.dtype).unsqueeze(-1)  # [..., B, K, groups, 1]
-    mixed = torch.zeros_like(slots)
-    for tap in range(taps):
-        earlier = _delayed(slots, tap)
-        mixed = mixed + weights[tap] * earlier + delta[..., tap, :, :] * earlier
-    return mixed.flatten(-2)
-
-
-def _delayed(slots: Tensor, steps: int) -> Tensor:
-    """Slot t holds what slot t - steps held, zeros before the first: [..., B, groups, width]."""
-    if steps == 0:
-        return slots
-    kept = slots[..., : max(slots.shape[-3] - steps, 0), :, :]
-    return functional.pad(kept, (0, 0, 0, 0, slots.shape[-3] - kept.shape[-3], 0))
+from draftsmith.kernels.layers.block_convolution import convolve
 
 
 class BlockConvolution(nn.Module):

@@ -16,7 +16,14 @@ from draftsmith.drafts.attention import AttentionKind
 from draftsmith.drafts.backbone import Layer
 from draftsmith.drafts.convolution import BlockConvolution
 from draftsmith.drafts.draft import Draft
+from draftsmith.kernels.attention.block_attention import block_attention
+from draftsmith.kernels.attention.context_append import context_append
+from draftsmith.kernels.attention.rope_cache import rope_cache
+from draftsmith.kernels.layers.block_convolution import block_convolution
+from draftsmith.kernels.layers.gated_activation import gated_activation
 from draftsmith.kernels.layers.joined import join_rows
+from draftsmith.kernels.layers.rms_norm import rms_norm
+from draftsmith.kernels.layers.skinny_linear import linear_or_addends
 
 
 @dataclass(frozen=True)
@@ -41,18 +48,7 @@ class FusedDraft:
 
     def __init__(self, draft: Draft, *, skinny: bool = True) -> None:
         """skinny: products of a few rows by `skinny_linear`, whose addends the next kernel sums."""
-        # Triton is there wherever torch has a GPU, and need not be elsewhere.
-        from draftsmith.kernels.attention import block_attention, context_append, rope_cache
-        from draftsmith.kernels.layers import block_convolution, gated_activation, rms_norm, skinny_linear
-
-        self._linear_or_addends = skinny_linear.linear_or_addends
         self._skinny = skinny
-        self._attention = block_attention.block_attention
-        self._block_convolution = block_convolution.block_convolution
-        self._context_append = context_append.context_append
-        self._gated_activation = gated_activation.gated_activation
-        self._rms_norm = rms_norm.rms_norm
-        self._rope_cache = rope_cache.rope_cache
         self.draft = draft
         config = draft.config
         self.heads, self.kv_heads, self.head_dim = (
@@ -87,8 +83,8 @@ class FusedDraft:
         [layers, 2, batch, kv_heads, length, d]."""
         backbone, eps = self.draft.backbone, self.draft.config.rms_norm_eps
         fused, partial = self._product(taps.to(self.draft.dtype), backbone.fc.weight)
-        context, _ = self._rms_norm(fused, backbone.hidden_norm.weight, eps, partial=partial)
-        self._context_append(
+        context, _ = rms_norm(fused, backbone.hidden_norm.weight, eps, partial=partial)
+        context_append(
             functional.linear(context, self.context_weight), self.k_weights, rope_table, start, cache, eps=eps
         )
 
@@ -103,9 +99,9 @@ class FusedDraft:
         for index, fused in enumerate(self.layers):
             layer, attention = fused.layer, fused.layer.self_attn
             keys, values = cache[index, 0], cache[index, 1]
-            normed, hidden = self._rms_norm(change, layer.input_layernorm.weight, eps, hidden, partial=partial)
+            normed, hidden = rms_norm(change, layer.input_layernorm.weight, eps, hidden, partial=partial)
             normed, deltas = self._before(fused.attention_conv, normed)
-            q = self._rope_cache(
+            q = rope_cache(
                 self._product(normed, fused.qkv)[0],
                 cosine,
                 sine,
@@ -117,7 +113,7 @@ class FusedDraft:
                 k_weight=attention.k_norm.weight,
                 eps=eps,
             )
-            mixed = self._attention(
+            mixed = block_attention(
                 q,
                 keys,
                 values,
@@ -129,12 +125,12 @@ class FusedDraft:
             )
             mixed = mixed.transpose(1, 2).flatten(2)
             out, partial = self._after(fused.attention_conv, deltas, *self._product(mixed, attention.o_proj.weight))
-            normed, hidden = self._rms_norm(out, layer.post_attention_layernorm.weight, eps, hidden, partial=partial)
+            normed, hidden = rms_norm(out, layer.post_attention_layernorm.weight, eps, hidden, partial=partial)
             normed, deltas = self._before(fused.mlp_conv, normed)
             gate_up, partial = self._product(normed, fused.gate_up)
-            gated = self._gated_activation(gate_up, "silu", normed.dtype if partial else None)
+            gated = gated_activation(gate_up, "silu", normed.dtype if partial else None)
             change, partial = self._after(fused.mlp_conv, deltas, *self._product(gated, layer.mlp.down_proj.weight))
-        return self._rms_norm(change, self.draft.backbone.norm.weight, eps, hidden, partial=partial)[0]
+        return rms_norm(change, self.draft.backbone.norm.weight, eps, hidden, partial=partial)[0]
 
     def _before(
         self, convolution: BlockConvolution | None, normed: Tensor
@@ -144,7 +140,7 @@ class FusedDraft:
             return normed, None
         deltas, partial = self._product(normed, convolution.kernel_projection.weight)
         base = convolution.base_kernel
-        return self._block_convolution(normed, base, deltas, which=0, partial_deltas=partial), (deltas, partial)
+        return block_convolution(normed, base, deltas, which=0, partial_deltas=partial), (deltas, partial)
 
     def _after(
         self, convolution: BlockConvolution | None, deltas: tuple[Tensor, bool] | None, out: Tensor, partial: bool
@@ -152,14 +148,14 @@ class FusedDraft:
         """What a sublayer adds, and whether it comes as addends."""
         if convolution is None or deltas is None:
             return out, partial
-        convolved = self._block_convolution(
+        convolved = block_convolution(
             out, convolution.base_kernel, deltas[0], which=1, partial=partial, partial_deltas=deltas[1]
         )
         return convolved, False
 
     def _product(self, x: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
         """x W^T, and whether it comes as addends [S, ...]."""
-        return self._linear_or_addends(x, weight, addends=self._skinny)
+        return linear_or_addends(x, weight, addends=self._skinny)
 
 
 def _joined(*projections: nn.Linear) -> Tensor:

@@ -3,9 +3,13 @@ one stream may overlap."""
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
 
@@ -24,6 +28,26 @@ def no_triton(what: str, otherwise: str = "") -> DraftsmithError:
     return DraftsmithError(
         f"{what} needs the package triton, which is not installed; install it (pip install triton){otherwise}"
     )
+
+
+_everywhere: ContextVar[bool] = ContextVar("kernels run everywhere", default=False)
+
+
+def uses_kernels(tensor: Tensor) -> bool:
+    """Whether operations on this tensor run as Triton kernels and not as their PyTorch references: on a CUDA device,
+    and while `interpreted` is open. The one place where that is decided; every public operation asks here."""
+    return tensor.is_cuda or _everywhere.get()
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """While open, operations on tensors of a CPU run as kernels too, in Triton's interpreter, so that these can be
+    compared with their references. The environment must have had TRITON_INTERPRET=1 when triton was imported."""
+    before = _everywhere.set(True)
+    try:
+        yield
+    finally:
+        _everywhere.reset(before)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.losses.rows import gradient, statistics
+from draftsmith.kernels.vocabulary.softmax_rows import gradient, statistics
 
 _CHUNK_BYTES = 1 << 29
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.kernels.vocabulary.softmax_rows import distance, gradient, statistics
 from draftsmith.losses.chunked import Chunk, chunked_sum
-from draftsmith.losses.rows import distance, gradient, statistics
 
 
 @dataclass(frozen=True)

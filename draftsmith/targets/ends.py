@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from draftsmith.base.devices import current, resolve_device
 from draftsmith.base.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax
 from draftsmith.targets.location import empty_model, locate, read_config
 from draftsmith.targets.tensors import TensorFiles
 
@@ -102,15 +103,8 @@ class TargetEnds(nn.Module):
 
         On a CUDA device no logits are written (`kernels.vocabulary.vocabulary_argmax`).
         """
-        if hidden.is_cuda:
-            from draftsmith.kernels.vocabulary.vocabulary_argmax import (
-                vocabulary_argmax,  # needs Triton, which a CPU may lack
-            )
-
-            with current(hidden.device):
-                return TokenChoice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))
-        logits = self.project(hidden)
-        return TokenChoice(logits.argmax(-1), logits.amax(-1).isfinite())
+        with current(hidden.device):
+            return TokenChoice(*vocabulary_argmax(hidden, self.head_weight, self.softcap))
 
     def rows(self, token_ids: Tensor | slice) -> "TargetEnds":
         """The ends of a target that knows only these tokens: token_ids [n] int64 -> copies of their rows, in this

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.attention import rope_cache as rope
-from draftsmith.kernels.layers import gated_activation as gate
-from draftsmith.kernels.layers import rms_norm as norm
+from draftsmith.kernels.attention.rope_cache import rope_cache
+from draftsmith.kernels.layers.gated_activation import gated_activation
+from draftsmith.kernels.layers.rms_norm import rms_norm
 from draftsmith.kernels.layers.skinny_linear import linear_or_addends
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import TargetCache
@@ -52,7 +52,6 @@ class FusedDecoder:
     """Runs the layers of a model whose weights it has joined; holds no state of any batch.
 
     layers, facts: one of each a layer; tables: (cos, sin) [positions, rotary] of each layer, in the model's dtype.
-    kernels: Triton kernels, or their plain references (on a CPU).
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class FusedDecoder:
         *,
         epsilon: float,
         unit_offset: bool,
-        kernels: bool,
     ) -> None:
         self.layers = tuple(layers)
         self.facts = tuple(facts)
@@ -72,10 +70,6 @@ class FusedDecoder:
         self.final_norm = final_norm
         self.epsilon = epsilon
         self.unit_offset = unit_offset
-        self.kernels = kernels
-        self._rms_norm: Callable[..., tuple[Tensor, Tensor]] = norm.rms_norm if kernels else norm.rms_norm_reference
-        self._rope_cache: Callable[..., Tensor] = rope.rope_cache if kernels else rope.rope_cache_reference
-        self._gate: Callable[..., Tensor] = gate.gated_activation if kernels else gate.gated_activation_reference
 
     @property
     def max_positions(self) -> int:
@@ -121,7 +115,7 @@ class FusedDecoder:
 
     def _norm(self, coming: _Sum, stream: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Adds what is coming to the residual stream, and norms the sum."""
-        return self._rms_norm(
+        return rms_norm(
             coming.value, weight, self.epsilon, stream,
             unit_offset=self.unit_offset, post_weight=coming.post_norm, partial=coming.partial,
         )  # fmt: skip
@@ -130,7 +124,7 @@ class FusedDecoder:
         layer, facts, run = self.layers[index], self.facts[index], attention.run
         stored = attention.keys_values(index)
         qkv, _ = self._product(states, layer.attention.qkv)
-        query = self._rope_cache(
+        query = rope_cache(
             qkv, *self.tables[index], run.positions, stored.keys, stored.values,
             heads=layer.attention.heads, q_weight=layer.attention.q_norm, k_weight=layer.attention.k_norm,
             eps=self.epsilon, unit_offset=self.unit_offset, places=None if run.at_positions else run.places,
@@ -143,13 +137,13 @@ class FusedDecoder:
         if not isinstance(layer.mlp, GatedMLP):
             return _Sum(layer.mlp(states), False, layer.mlp_post_norm)
         gate_up, partial = self._product(states, layer.mlp.gate_up)
-        gated = self._gate(gate_up, layer.mlp.activation, states.dtype if partial else None)
+        gated = gated_activation(gate_up, layer.mlp.activation, states.dtype if partial else None)
         value, partial = self._product(gated, layer.mlp.down)
         return _Sum(value, partial, layer.mlp_post_norm)
 
     def _product(self, x: Tensor, linear: Linear) -> tuple[Tensor, bool]:
         """x W^T + b, and whether it comes as addends that the next kernel sums."""
-        return linear_or_addends(x, linear.weight, linear.bias, addends=self.kernels)
+        return linear_or_addends(x, linear.weight, linear.bias)
 
 
 def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: TargetCache) -> FusedDecoder:
@@ -190,7 +184,6 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ta
         decoder.norm.weight.detach(),
         epsilon=epsilon,
         unit_offset=style.unit_offset,
-        kernels=ids.is_cuda,
     )
     inputs = embed(ids)
     with torch.no_grad(), capturable_experts(decoder.config, ids.device, final.dtype):

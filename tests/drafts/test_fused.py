@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from draftsmith.drafts.convolution import BlockConvolution
 from draftsmith.drafts.runner import DenseBlocks, FusedBlocks
+from draftsmith.kernels.device import interpreted
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -32,7 +33,12 @@ def test_a_block_by_kernels_is_that_of_the_modules(dtype: torch.dtype) -> None:
     draft = tiny_draft(target, block_size=4, architecture="dflash2", **options).to(dtype)
     embeddings, anchors = torch.randn(1, 4, target.hidden_size).to(dtype), torch.tensor([3])
     taps = torch.randn(1, 3, draft.backbone.fc.weight.shape[1]).to(dtype)
-    dense, fused = (_block(blocks, taps, embeddings, anchors) for blocks in (DenseBlocks(draft), FusedBlocks(draft)))
+    dense = _block(DenseBlocks(draft), taps, embeddings, anchors)
+    plain = _block(FusedBlocks(draft), taps, embeddings, anchors)
+    with interpreted():
+        fused = _block(FusedBlocks(draft), taps, embeddings, anchors)
+    torch.testing.assert_close(fused, plain, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-4)
+    assert not torch.equal(fused, plain), "the kernels ran"
     if dtype == torch.float32:
         torch.testing.assert_close(fused, dense, atol=1e-4, rtol=1e-4)
     else:  # rounds no more than the modules do
@@ -41,7 +47,8 @@ def test_a_block_by_kernels_is_that_of_the_modules(dtype: torch.dtype) -> None:
         assert 0.0 < of_fused < 1.25 * of_dense
     convolution = cast(BlockConvolution, draft.backbone.layers[0].mlp_conv)
     convolution.base_kernel[1, 2, 7] += 4.0  # after the second sublayer, from two slots before
-    changed = (_block(FusedBlocks(draft), taps, embeddings, anchors) - fused).abs().amax(-1)
+    with interpreted():
+        changed = (_block(FusedBlocks(draft), taps, embeddings, anchors) - fused).abs().amax(-1)
     assert (changed[0] > 0.1).tolist() == [False, False, True, True]
 
 

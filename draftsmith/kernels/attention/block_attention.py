@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.kernels.attention.exponents import LOG2_E, LOG2_E_IN_KERNEL
 from draftsmith.kernels.attention.visibility import MAX_TREE, Visibility
-from draftsmith.kernels.device import overlapping, shared_memory
+from draftsmith.kernels.device import overlapping, shared_memory, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 
 MAX_SPLITS = 32
@@ -251,6 +251,11 @@ def block_attention(
 
     Raises `ValueError` for shapes, dtypes or splits that do not fit.
     """
+    if not uses_kernels(q):
+        return block_attention_reference(
+            q, k_cache, v_cache, start,
+            scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks, ancestors=ancestors,
+        )  # fmt: skip
     batch, heads, width, dim = q.shape
     kv_heads = k_cache.shape[1]
     _check(q, k_cache, v_cache, start, splits)

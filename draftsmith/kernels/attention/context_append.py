@@ -4,6 +4,7 @@ into the cache."""
 import torch
 from torch import Tensor
 
+from draftsmith.kernels.device import uses_kernels
 from draftsmith.kernels.layers.rms_norm import plain_norm
 from draftsmith.kernels.triton import tl, triton
 
@@ -82,6 +83,9 @@ def context_append(
     of each position, rotary <= dim; start [batch] int64, position of each row's first token, which is also where its
     entries go; cache [layers, 2, batch, kv_heads, length, dim], head dimension contiguous, written in place.
     """
+    if not uses_kernels(keys_values):
+        context_append_reference(keys_values, k_weights, rope_table, start, cache, eps=eps)
+        return
     layers, _, batch, kv_heads, _, dim = cache.shape
     width = keys_values.shape[1]
     if keys_values.shape != (batch, width, layers * 2 * kv_heads * dim) or not keys_values.is_contiguous():

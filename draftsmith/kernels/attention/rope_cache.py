@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.layers.rms_norm import plain_norm
 from draftsmith.kernels.triton import tl, triton
 
@@ -185,6 +185,11 @@ def rope_cache(
     neither; heads_per_program: a power of two, chosen by the number of tokens if not given. Returns q
     [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
     """
+    if not uses_kernels(qkv):
+        return rope_cache_reference(
+            qkv, cos, sin, start, k_cache, v_cache,
+            heads=heads, q_weight=q_weight, k_weight=k_weight, eps=eps, unit_offset=unit_offset, places=places,
+        )  # fmt: skip
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
     splits = qkv.shape[0] if qkv.dim() == 4 else 1

@@ -1,14 +1,48 @@
-"""DFlash 2's grouped dynamic convolution inside a block, in one launch; `drafts.convolution.convolve` is the plain
-PyTorch of it."""
+"""DFlash 2's grouped dynamic convolution inside a block, in one launch; `drafts.convolution` has the formula."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 
 CHANNELS = 256
 """Of one slot, in one program: a decode step has few slots, and its launch is over when the last channel is."""
+
+
+def convolve(hidden: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    """hidden [..., B, H], base [K, H], delta [..., B, K, groups] -> [..., B, H] in hidden's dtype.
+
+    The two products are added one after the other: base + delta in bf16 would round a small delta away.
+    """
+    taps, groups = delta.shape[-2:]
+    width = hidden.shape[-1] // groups
+    slots = hidden.unflatten(-1, (groups, width))  # [..., B, groups, width]
+    weights = base.to(hidden.dtype).unflatten(-1, (groups, width))  # [K, groups, width]
+    delta = delta.to(hidden.dtype).unsqueeze(-1)  # [..., B, K, groups, 1]
+    mixed = torch.zeros_like(slots)
+    for tap in range(taps):
+        earlier = _delayed(slots, tap)
+        mixed = mixed + weights[tap] * earlier + delta[..., tap, :, :] * earlier
+    return mixed.flatten(-2)
+
+
+def _delayed(slots: Tensor, steps: int) -> Tensor:
+    """Slot t holds what slot t - steps held, zeros before the first: [..., B, groups, width]."""
+    if steps == 0:
+        return slots
+    kept = slots[..., : max(slots.shape[-3] - steps, 0), :, :]
+    return functional.pad(kept, (0, 0, 0, 0, slots.shape[-3] - kept.shape[-3], 0))
+
+
+def block_convolution_reference(
+    hidden: Tensor, base: Tensor, deltas: Tensor, *, which: int, partial: bool = False, partial_deltas: bool = False
+) -> Tensor:
+    """Plain PyTorch for `block_convolution`."""
+    hidden = hidden.sum(0).to(base.dtype) if partial else hidden
+    deltas = deltas.sum(0).to(base.dtype) if partial_deltas else deltas
+    return convolve(hidden, base[which], deltas.unflatten(-1, (2, base.shape[1], -1))[..., which, :, :])
 
 
 @triton.jit
@@ -54,6 +88,10 @@ def block_convolution(
     partial_deltas: hidden or deltas are S addends in fp32, [S, ...], of such a tensor (`skinny_linear`). Raises
     `ValueError` for shapes or strides that do not fit.
     """
+    if not uses_kernels(hidden):
+        return block_convolution_reference(
+            hidden, base, deltas, which=which, partial=partial, partial_deltas=partial_deltas
+        )
     shape = hidden.shape[1:] if partial else hidden.shape
     deltas_shape = deltas.shape[1:] if partial_deltas else deltas.shape
     taps, width = base.shape[1:]

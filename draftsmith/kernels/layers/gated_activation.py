@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -57,6 +57,8 @@ def gated_activation(gate_up: Tensor, activation: str, dtype: torch.dtype | None
     gate_up [..., 2 I] contiguous, gate first; activation "silu" or "gelu_pytorch_tanh". With a dtype, gate_up is
     [S, ..., 2 I] fp32, S addends of what the model holds in that dtype (`skinny_linear`). Returns [..., I].
     """
+    if not uses_kernels(gate_up):
+        return gated_activation_reference(gate_up, activation, dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}")
     width = gate_up.shape[-1] // 2

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 
 
@@ -100,6 +100,10 @@ def rms_norm(
     before the residual is added (Gemma's norm after a sublayer). unit_offset: norms scale by 1 + weight, in fp32
     (Gemma); otherwise the normed value is rounded to the dtype before the weight (Llama, Qwen). Statistics in fp32.
     """
+    if not uses_kernels(x):
+        return rms_norm_reference(
+            x, weight, eps, residual, unit_offset=unit_offset, post_weight=post_weight, partial=partial
+        )
     width = x.shape[-1]
     splits = x.shape[0] if partial else 1
     shape = x.shape[1:] if partial else x.shape

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping, stages_that_fit
+from draftsmith.kernels.device import overlapping, stages_that_fit, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 
 MAX_ROWS = 32
@@ -95,6 +95,8 @@ def skinny_linear(
     options are tile sizes; all are chosen from the shape where not given. Raises `ValueError` for more rows, or shapes
     or dtypes that do not fit.
     """
+    if not uses_kernels(x):
+        return skinny_linear_reference(x, weight)
     outputs, inner = weight.shape
     rows = x.numel() // inner
     if x.shape[-1] != inner or x.dtype != weight.dtype or weight.stride(1) != 1 or not x.is_contiguous():
@@ -131,10 +133,11 @@ def skinny_linear(
 def linear_or_addends(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, addends: bool = True
 ) -> tuple[Tensor, bool]:
-    """x W^T + b in x's dtype, and False; or, where few rows in bf16 or fp16 and no bias allow it and the caller takes
-    `addends`, those of `skinny_linear`, and True. Shapes as there; of more rows, x [..., K] need not be contiguous."""
+    """x W^T + b in x's dtype, and False; or, where kernels run, few rows in bf16 or fp16 and no bias allow it and the
+    caller takes `addends`, those of `skinny_linear`, and True. Shapes as there; of more rows, x [..., K] need not be
+    contiguous."""
     rows = x.numel() // x.shape[-1]
-    if addends and bias is None and rows <= MAX_ROWS and x.dtype != torch.float32:
+    if addends and bias is None and rows <= MAX_ROWS and x.dtype != torch.float32 and uses_kernels(x):
         return skinny_linear(x, weight), True
     return torch.nn.functional.linear(x, weight, bias), False
 

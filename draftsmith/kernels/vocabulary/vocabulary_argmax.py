@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping, shared_memory
+from draftsmith.kernels.device import overlapping, shared_memory, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.few_states import head_tile_in_kernel
 
@@ -82,6 +82,8 @@ def vocabulary_argmax(
     Logits are rounded to the dtype before they are compared, as they would be if they were written. Raises
     `ValueError` for shapes or dtypes that do not fit.
     """
+    if not uses_kernels(hidden):
+        return vocabulary_argmax_reference(hidden, weight, softcap)
     vocabulary, inner = weight.shape
     if hidden.shape[-1] != inner or hidden.dtype != weight.dtype or weight.stride(1) != 1:
         raise ValueError(f"states {tuple(hidden.shape)} {hidden.dtype}, head {tuple(weight.shape)} {weight.dtype}")

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from draftsmith.losses import rows
+pytest.importorskip("triton")
+
+from draftsmith.kernels.vocabulary import softmax_rows
 
 CASES = [(5, 37), (3, 4099)]  # the second takes more than one block of the kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU, kernels run in Triton's interpreter
@@ -33,11 +35,11 @@ def _autograd(logits, correction, teacher, labels, weights, base_weights, distan
 
 
 def _by_hand(logits, correction, teacher, labels, weights, base_weights, distance_weights):
-    base_lse, _, _ = rows.statistics(logits, None, labels)
-    lse, losses, best = rows.statistics(logits, correction, labels)
-    teacher_lse, _, _ = rows.statistics(teacher, None, labels)
-    l1, lean = rows.distance(logits, correction, teacher, lse, teacher_lse)
-    found = rows.gradient(
+    base_lse, _, _ = softmax_rows.statistics_reference(logits, None, labels)
+    lse, losses, best = softmax_rows.statistics_reference(logits, correction, labels)
+    teacher_lse, _, _ = softmax_rows.statistics_reference(teacher, None, labels)
+    l1, lean = softmax_rows.distance_reference(logits, correction, teacher, lse, teacher_lse)
+    found = softmax_rows.gradient_reference(
         logits,
         correction,
         labels,
@@ -75,28 +77,27 @@ def test_a_row_depends_on_itself_alone_and_ties_go_to_the_lowest_column():
         assert differs.tolist() == [False, False, True, False], index
     tied = torch.zeros(2, 9)
     tied[1, [3, 8]] = 1.0
-    assert rows.statistics(tied, None, torch.tensor([0, 1]))[2].tolist() == [0, 3]
+    assert softmax_rows.statistics_reference(tied, None, torch.tensor([0, 1]))[2].tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("m", "width"), CASES)
 def test_the_kernels_equal_the_references(m, width, dtype):
-    softmax_rows = pytest.importorskip("draftsmith.kernels.vocabulary.softmax_rows")
     logits, correction, teacher, labels, *weights = (t.to(DEVICE) for t in _case(m, width, torch.float32))
     logits, correction, teacher = (t.to(dtype) for t in (logits, correction, teacher))
     for other in (None, correction):
-        wanted = rows.statistics_reference(logits, other, labels)
+        wanted = softmax_rows.statistics_reference(logits, other, labels)
         _close(softmax_rows.statistics(logits, other, labels), wanted)
-        teacher_lse, _, _ = rows.statistics_reference(teacher, None, labels)
-        distances = rows.distance_reference(logits, other, teacher, wanted[0], teacher_lse)
+        teacher_lse, _, _ = softmax_rows.statistics_reference(teacher, None, labels)
+        distances = softmax_rows.distance_reference(logits, other, teacher, wanted[0], teacher_lse)
         _close(softmax_rows.distance(logits, other, teacher, wanted[0], teacher_lse), distances)
-        base = (rows.statistics_reference(logits, None, labels)[0], weights[1])
+        base = (softmax_rows.statistics_reference(logits, None, labels)[0], weights[1])
         taught = (teacher, teacher_lse, distances[1], weights[2])
         for with_base, with_teacher in ((None, None), (base, None), (None, taught), (base, taught)):
             arguments = (logits, other, labels, wanted[0], weights[0])
             options = {"base": with_base, "teacher": with_teacher}
             one = softmax_rows.gradient(*arguments, **options)
-            two = rows.gradient_reference(*arguments, **options)
+            two = softmax_rows.gradient_reference(*arguments, **options)
             assert (one[1] is None) == (two[1] is None)
             _close([t for t in one if t is not None], [t for t in two if t is not None])
             assert not one[0][1].any()  # the row without a label
@@ -108,7 +109,6 @@ def test_the_kernels_equal_the_references(m, width, dtype):
 
 
 def test_ties_go_to_the_lowest_column_across_the_kernels_blocks():
-    softmax_rows = pytest.importorskip("draftsmith.kernels.vocabulary.softmax_rows")
     tied = torch.zeros(2, 5000, device=DEVICE)
     tied[1, [4500, 4098]] = 1.0
     assert softmax_rows.statistics(tied, None, torch.tensor([0, 1], device=DEVICE))[2].tolist() == [0, 4098]
