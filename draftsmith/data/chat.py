@@ -134,10 +134,10 @@ def default_system_prompt(tokenizer: PreTrainedTokenizerBase, options: DataOptio
     return head[len(before) : len(head) - len(after)].strip() or before.strip() or None
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any | None) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase | None, generation_config: Any | None) -> tuple[int, ...]:
     """The ids that end an answer: the tokenizer's eos and the generation config's `eos_token_id` (one or several)."""
     ids: set[int] = set()
-    if tokenizer.eos_token_id is not None:
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     configured = getattr(generation_config, "eos_token_id", None)
     if configured is not None:

@@ -17,12 +17,14 @@ class Generation:
 
     token_ids: the new tokens only; a stop token is kept, as the last one. accept_lengths: tokens committed by each
     verify, after the first token, which prefill gives: they add up to len(token_ids) - 1. finish_reason: "stop" (a
-    stop token) or "length" (max_new_tokens, or the end of the target's window).
+    stop token) or "length" (max_new_tokens, or the end of the target's window). text: the new tokens as text, without
+    special tokens; None where no tokenizer is at hand.
     """
 
     token_ids: list[int]
     accept_lengths: list[int]
     finish_reason: Literal["stop", "length"]
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Request:
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise DraftsmithError(f"max_new_tokens is {max_new_tokens!r}; it needs an integer >= 1")
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                raise DraftsmithError(f"prompt {index} is the text {prompt!r:.60}; a request holds lists of token ids")
         rows = tuple(tuple(prompt) for prompt in prompts)
         for index, row in enumerate(rows):
             if not row:
