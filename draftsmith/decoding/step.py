@@ -50,8 +50,9 @@ class Stepper:
         window = self.target.max_position_embeddings
         if self.drafter is None:
             _, ids, positions = state.open(width=self.width, ids=self.width, window=window)
-            states = self._run_target(slots, ids, positions, extent, final_state=True)
+            states = self._run_target(slots, ids, positions, extent, final_state=True, tentative=True)
             self._commit(state, _present(states.final_state), None, sampling)
+            slots.target_cache.keep(state.committed)
             return
         anchors, anchor, positions = state.open(width=self.width, ids=1, window=window)
         sampler = RowSampler(sampling, state.seeds, anchors)
@@ -61,8 +62,9 @@ class Stepper:
         if proposals.states is not None:
             state.mark_draft(proposals.states)
         ids = torch.cat((anchor, proposals.token_ids), dim=1)  # [slots, w]
-        states = self._run_target(slots, ids, positions, extent, final_state=True)
+        states = self._run_target(slots, ids, positions, extent, final_state=True, tentative=True)
         self._commit(state, _present(states.final_state), proposals, sampling)
+        slots.target_cache.keep(state.committed)
         self.drafter.update(_present(slots.draft), ids, states, anchors, state.committed)
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ class Stepper:
         left = state.length - state.read  # of the prompt
         valid = left.clamp(max=width)
         final_state = bounds is not None or self._wants.final_state
-        states = self._run_target(slots, ids, positions, extent, final_state=final_state)
+        states = self._run_target(slots, ids, positions, extent, final_state=final_state, valid=valid)
         if self.drafter is not None:
             self.drafter.read(_present(slots.draft), ids, states, state.read, valid)
         if bounds is not None:
@@ -98,12 +100,27 @@ class Stepper:
         return StatesWanted() if self.drafter is None else self.drafter.wants
 
     def _run_target(
-        self, slots: Slots, ids: Tensor, positions: Tensor, extent: int, *, final_state: bool
+        self,
+        slots: Slots,
+        ids: Tensor,
+        positions: Tensor,
+        extent: int,
+        *,
+        final_state: bool,
+        valid: Tensor | None = None,
+        tentative: bool = False,
     ) -> TargetStates:
         """Target states of ids [slots, w] at positions [slots, w], all below `extent`, with those that the drafter
-        wants."""
-        cache = slots.target_cache.view(extent)
-        return self.target.forward(ids, positions, tap_ids=self._wants.tap_ids, final_state=final_state, cache=cache)
+        wants. valid and tentative: as for `Target.forward`."""
+        return self.target.forward(
+            ids,
+            positions,
+            tap_ids=self._wants.tap_ids,
+            final_state=final_state,
+            cache=slots.target_cache.view(extent),
+            valid=valid,
+            tentative=tentative,
+        )
 
     def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> TokenChoice:
         """The target's own token at each position: final_state [slots, w, H] -> ids and finite [slots, w].

@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.recurrent.kept import Standing
 
 
 class TargetCache(Protocol):
@@ -45,8 +47,12 @@ class TargetCache(Protocol):
         """Zeroes all that is kept of these slots, so that not even a NaN is left."""
         ...
 
+    def settle(self) -> None:
+        """Ends a pass that was not tentative, after its last layer: all its valid tokens stand."""
+        ...
+
     def keep(self, count: Tensor, path: Tensor | None = None) -> None:
-        """Says, after a tentative pass, which of its tokens stand: the others leave nothing behind.
+        """Ends a tentative pass: says which of its tokens stand. The others leave nothing behind.
 
         count [slots] int64: how many; 0 leaves a slot as it was before the pass. path None: the first ones. path
         [slots, n] int64: places (indices in the cache) of the tokens that stand, in order and rising, from the place of
@@ -57,6 +63,9 @@ class TargetCache(Protocol):
 
 class LayerCache(ABC):
     """What one layer keeps; a `StaticCache` has one for each."""
+
+    standing: Standing | None = None
+    """Of a layer that keeps tentative tokens (`kernels.recurrent.kept`): which of them stand, shared by all of them."""
 
     @property
     @abstractmethod
@@ -92,6 +101,11 @@ class Room:
     width: int
     dtype: torch.dtype
     device: torch.device | str
+
+    @cached_property
+    def standing(self) -> Standing:
+        """The one that all layers of a cache share."""
+        return Standing.none(self.slots, self.device)
 
 
 class LayerShape(Protocol):
@@ -170,6 +184,7 @@ class StaticCache:
         self.layers = tuple(layers)
         self.length = length
         self.joint = joint
+        self._standing = next((layer.standing for layer in self.layers if layer.standing is not None), None)
 
     @classmethod
     def allocate(cls, shapes: Sequence[LayerShape], room: Room) -> "StaticCache":
@@ -225,8 +240,15 @@ class StaticCache:
             for layer in self.layers:
                 layer.erase(slots)
 
+    def settle(self) -> None:
+        """As `TargetCache.settle`."""
+        if self._standing is not None:
+            self._standing.passed(0)
+
     def keep(self, count: Tensor, path: Tensor | None = None) -> None:
         """As `TargetCache.keep`. Never waits for the device, so that a graph can hold it."""
+        if self._standing is not None:
+            self._standing.passed(count)
         if self.joint is None:
             for layer in self.layers:
                 layer.keep(count, path)

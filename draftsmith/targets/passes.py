@@ -1,10 +1,13 @@
 """One pass of a target over a cache: which tokens run, where they lie, and whose they are."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.attention.visibility import MAX_TREE, Visibility
+from draftsmith.kernels.recurrent.kept import Pass
 from draftsmith.targets.cache import TargetCache
 
 
@@ -64,6 +67,14 @@ class CachedPass:
             )
             self._masks[key] = seen.mask().repeat(1, 1, groups, 1)
         return self._masks[key]
+
+    @cached_property
+    def recurrent(self) -> Pass:
+        """What recurrent layers have to know. A slot that is only computed along begins no text."""
+        begins = self.positions[:, 0] == 0
+        if self.valid is not None:
+            begins = begins & (self.valid > 0)
+        return Pass(begins, self.valid, self.tentative)
 
     def ran(self, layer: int) -> None:
         """Notes that a layer has run over the cache; whoever runs one says so."""

@@ -21,7 +21,7 @@ from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import Room, StaticCache, TargetCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.layers import known_kinds, layer_kinds
+from draftsmith.targets.layers import LayerKind, known_kinds, layer_kinds
 from draftsmith.targets.location import Location, locate, read_config
 from draftsmith.targets.passes import CachedPass
 from draftsmith.targets.probe import check_ends
@@ -208,7 +208,7 @@ class Target:
 
         Raises `DraftsmithError` for a target with layers of a kind that is not in `targets.layers`.
         """
-        kinds = known_kinds(layer_kinds(self.text_config, self.num_layers), self.source)
+        kinds = self._layer_kinds()
         shapes = [kind.shape(self.text_config, index) for index, kind in enumerate(kinds)]
         return StaticCache.allocate(shapes, Room(slots, length, width, self.dtype, self.device))
 
@@ -253,8 +253,14 @@ class Target:
                 run = CachedPass(cache, positions, valid=valid, places=places, ancestors=ancestors, tentative=tentative)
                 with capturable_experts(self._decoder.config, self.device, self.dtype):
                     last_hidden, outputs = self._run_over_cache(input_ids, run, tap_ids)
+                if not tentative:
+                    cache.settle()
         taps = torch.cat([outputs[i] for i in tap_ids], dim=-1) if tap_ids else None
         return TargetStates(taps, last_hidden if final_state else None)
+
+    def _layer_kinds(self) -> tuple[LayerKind, ...]:
+        names = layer_kinds(self.text_config, self.num_layers)
+        return known_kinds(names, self.source, self.text_config.model_type)
 
     def _run_over_cache(
         self, input_ids: Tensor, run: CachedPass, tap_ids: Sequence[int]
@@ -262,7 +268,7 @@ class Target:
         """The state after the final norm [B, w, H], and the outputs of the tapped layers [B, w, H] by tap id."""
         if self._fused is not None:
             return self._fused.forward(self.ends.embed(input_ids), run, tap_ids)
-        kinds = known_kinds(layer_kinds(self.text_config, self.num_layers), self.source)
+        kinds = self._layer_kinds()
         with ExitStack() as stack:
             outputs = stack.enter_context(tap_layers(self._layers, tap_ids, stop_after_last=False))
             stack.enter_context(draftsmith_attention(self._decoder.config))

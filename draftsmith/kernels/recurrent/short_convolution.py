@@ -64,7 +64,7 @@ def short_convolution_reference(
         weight.float()[:, None],
         None if bias is None else bias.float(),
         groups=channels,
-    ).transpose(1, 2)
+    )
     other = 1 - standing.half
     if run.tentative:
         window[index, other] = recent
@@ -72,7 +72,7 @@ def short_convolution_reference(
     else:
         own = run.valid if run.valid is not None else torch.full_like(count, width)
         window[index, other] = inputs.gather(1, (own[:, None] + ages)[:, :, None].expand(-1, -1, channels))
-    return (functional.silu(out) if silu else out).to(x.dtype)
+    return (functional.silu(out) if silu else out).transpose(1, 2).to(x.dtype).contiguous()
 
 
 @triton.jit

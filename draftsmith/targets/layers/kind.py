@@ -16,6 +16,9 @@ class LayerKind(ABC):
 
     name: ClassVar[str]
     """As the `layer_types` of configurations name it."""
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """The types of text models whose layers of this name are of this kind, where several kinds share a name; empty: all
+    others."""
 
     @abstractmethod
     def shape(self, text_config: Any, index: int) -> LayerShape:
