@@ -25,9 +25,7 @@ from train_gpu import FAILURES, SMOLLM2, release
 from train_timing import LOCK, beside_others
 
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.blocks.anchors import sample_anchors
-from draftsmith.blocks.build import build_blocks
-from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.algorithms.trainee import Computation, Draw, Work
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.features.packing import collate, pack_rows
@@ -35,10 +33,9 @@ from draftsmith.features.record import Record
 from draftsmith.features.schema import TAPS
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import Target
-from draftsmith.training.batches import MicroBatch
-from draftsmith.training.flops import Work
 from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.graphs import StepGraphs
+from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
 from draftsmith.training.schedule import learning_rate
@@ -88,17 +85,15 @@ class Curves:
         until = self.steps if arguments.until is None else arguments.until
         self.method = algorithm("dflash")
         self.section = self.method.section(algorithm="dflash")
-        layout = self.method.block_layout(config)
+        maker = self.method.examples(config, self.section)
         rows = pack_rows([len(record.input_ids) for record in records], arguments.tokens_per_row)
         each = arguments.rows_per_step
 
         def batch(step: int) -> MicroBatch:
             taken = [[records[i] for i in rows[(each * step + k) % len(rows)]] for k in range(each)]
             packed = collate(taken, arguments.tokens_per_row)
-            tokens = (packed.input_ids, packed.loss_mask, packed.positions, packed.document)
-            places = (packed.loss_mask, packed.document, packed.sample_ids, layout, arguments.anchors)
-            anchors = sample_anchors(*places, seed=0, epoch=each * step // len(rows))
-            return MicroBatch(packed, build_blocks(*tokens, anchors, layout, config.block.mask_token_id), Work())
+            draw = Draw(seed=0, epoch=each * step // len(rows), most=arguments.anchors)
+            return MicroBatch(packed, maker.examples(packed, draw), Work())
 
         self.batches = [batch(step) for step in range(until)]
 
@@ -117,14 +112,15 @@ class Curves:
     def losses(self, way: str, until: int | None = None) -> Tensor:
         """[steps] float64, the loss of every step before its update; until: so many steps only."""
         precision, *options = way.split(":")
-        loss = DraftLoss(
-            self.draft(options),
-            copy.deepcopy(self.ends).to(self.device, torch.float32) if precision == "fp32" else self.ends,
-            self.method.objective(self.config, self.section),
-            attention=AttentionBackend.ANCHORED if "anchored" in options else AttentionBackend.DENSE,
-            autocast=torch.bfloat16 if precision == "bf16" else None,
+        how = Computation(
+            self.device,
+            torch.bfloat16 if precision == "bf16" else None,
+            "anchored" if "anchored" in options else "dense",
             compile_layers="compiled" in options,
         )
+        draft = self.draft(options)
+        ends = copy.deepcopy(self.ends).to(self.device, torch.float32) if precision == "fp32" else self.ends
+        loss = DraftLoss(draft, self.method.trainee(draft, ends, self.section, how), autocast=how.autocast)
         loss.train()
         parallel = Parallel(loss, "ddp", Accelerator(mixed_precision="no", cpu=self.device.type == "cpu"))
         updater = Updater(loss, parallel, self.options)
@@ -180,7 +176,7 @@ def main() -> None:
         ends, config = TargetEnds(embedding, embedding).to(arguments.device), SMOLLM2
         records = counting_documents(ends, arguments.documents)
     curves = Curves(config, ends, records, arguments)
-    slots = curves.batches[0].blocks.input_ids.numel()
+    slots = curves.batches[0].examples.input_ids.numel()
     print(json.dumps({"ready_s": round(time.perf_counter() - started, 1), "slots": slots}), flush=True)
     found: dict[str, Tensor] = {}
     for way in arguments.ways:

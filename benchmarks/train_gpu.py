@@ -35,9 +35,7 @@ from train_timing import LOCK, measured, timed, waits
 
 from draftsmith.algorithms.costs import QWEN3_8B, in_dimensions_of
 from draftsmith.algorithms.registry import algorithm, all_algorithms
-from draftsmith.blocks.anchors import sample_anchors
-from draftsmith.blocks.build import build_blocks
-from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.algorithms.trainee import Computation, Draw
 from draftsmith.drafts.config import DraftConfig, RopeConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.rope import Rope
@@ -45,10 +43,9 @@ from draftsmith.features.packing import collate, pack_rows
 from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS
 from draftsmith.targets.ends import TargetEnds
-from draftsmith.training.batches import MicroBatch
-from draftsmith.training.flops import Work, training_flops
 from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.graphs import StepGraphs
+from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
 from draftsmith.training.update import Updater
@@ -137,21 +134,9 @@ def random_records(shape: Shape, lengths: Sequence[int], *, final_state: bool) -
 
 def micro_batch(shape: Shape, method: Any, rows: list[list[Record]], section: Any) -> MicroBatch:
     packed = collate(rows, shape.tokens_per_row)
-    layout = method.block_layout(shape.config)
-    anchors = sample_anchors(
-        packed.loss_mask,
-        packed.document,
-        packed.sample_ids,
-        layout,
-        shape.anchors,
-        seed=0,
-        epoch=0,
-        visible_slots=method.visible_slots(section, shape.config.block.size),
-    )
-    tokens = (packed.input_ids, packed.loss_mask, packed.positions, packed.document)
-    blocks = build_blocks(*tokens, anchors, layout, shape.config.block.mask_token_id)
-    count = sum(len(record.input_ids) for row in rows for record in row)
-    return MicroBatch(packed, blocks, Work.of(count, packed.positions, blocks)).to(torch.device("cuda"))
+    maker = method.examples(shape.config, section)
+    examples = maker.examples(packed, Draw(seed=0, epoch=0, most=shape.anchors))
+    return MicroBatch(packed, examples, maker.work(packed, examples)).to(torch.device("cuda"))
 
 
 def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[[MicroBatch], None], Any, Any]:
@@ -164,15 +149,15 @@ def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[
     draft = draft.to_empty(device="cuda")
     draw_weights(draft)  # as `Draft.from_config`, but for the place and its time
     draft.backbone.rope = Rope(shape.config).cuda()
-    loss = DraftLoss(
-        draft,
-        random_ends(shape.config),
-        method.objective(shape.config, section),
-        attention=AttentionBackend.FLEX if "flex" in options else AttentionBackend.ANCHORED,
-        autocast=torch.bfloat16,
+    how = Computation(
+        torch.device("cuda"),
+        torch.bfloat16,
+        "flex" if "flex" in options else "anchored",
         recompute="checkpointing" in options,
         compile_layers="eager" not in options,
     )
+    trainee = method.trainee(draft, random_ends(shape.config), section, how)
+    loss = DraftLoss(draft, trainee, autocast=torch.bfloat16)
     loss.train()
     parallel = Parallel(loss, "ddp", Accelerator(mixed_precision="no"))
     updater = Updater(loss, parallel, TrainOptions())
@@ -214,14 +199,13 @@ def ours(options: Sequence[str]) -> dict[str, Any]:
     rows = random_rows(shape, method)
     batch = micro_batch(shape, method, rows, section)
     found = measured(lambda: step(batch), 8 if shape.config.hidden_size > 1000 else 30, options)
-    flops = training_flops(shape.config, batch.work)
-    slots = batch.work.slots
+    flops, slots = batch.work.flops, int(batch.examples.valid.sum()) * batch.examples.input_ids.shape[-1]
     return found | {
         "tflop": round(flops / 1e12, 1),
         "tflops": round(flops / found["ms"] / 1e9, 1),
         "waits": waits(lambda: step(batch)),
         "block_tokens_per_s": round(slots / found["ms"] * 1e3),
-        "context_tokens_per_s": round(batch.work.context / found["ms"] * 1e3),
+        "context_tokens_per_s": round(batch.work.tokens / found["ms"] * 1e3),
     }
 
 
@@ -239,7 +223,7 @@ def sizes(options: Sequence[str]) -> dict[str, Any]:
         before, started = counters["stats"]["unique_graphs"], time.perf_counter()
         step(batch)
         torch.cuda.synchronize()
-        found["blocks"].append(batch.blocks.valid.numel())
+        found["blocks"].append(batch.examples.valid.numel())
         found["graphs_compiled"].append(counters["stats"]["unique_graphs"] - before)
         found["step_s"].append(round(time.perf_counter() - started, 2))
     return found

@@ -26,6 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from draftsmith.algorithms.block_trainee import BLOCK_BUCKET, BlockMaker
+from draftsmith.algorithms.costs import QWEN3_8B
 from draftsmith.blocks.anchors import sample_anchors
 from draftsmith.blocks.build import build_blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
@@ -35,11 +37,14 @@ from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import TAPS, CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
-from draftsmith.training.batches import BlockSampler, MicroBatch, StepPlan, TrainingBatches
+from draftsmith.training.loading import TrainingBatches
+from draftsmith.training.micro_batch import BatchMaker, MicroBatch
+from draftsmith.training.plan import StepPlan
 from draftsmith.training.source import StoreSource
 
 VOCABULARY, HIDDEN, TAP_IDS = 49_152, 576, (1, 8, 14, 20, 27)
-TOKENS_PER_ROW, ANCHORS, BLOCK, SEED = 4800, 128, 16, 7
+TOKENS_PER_ROW, ANCHORS, SEED = 4800, 128, 7
+LAYOUT = BlockLayout(BlockKind.ANCHOR_KNOWN, 16)
 
 
 def make(directory: Path, gib: float) -> None:
@@ -70,8 +75,8 @@ def make(directory: Path, gib: float) -> None:
     show(part="make", documents=manifest.samples, tokens=manifest.tokens)
 
 
-def parts_of(directory: Path) -> tuple[StepPlan, BlockSampler, list[int]]:
-    """(plan, sampler, documents) of a training with one row a step."""
+def parts_of(directory: Path) -> tuple[StepPlan, BatchMaker, list[int]]:
+    """(plan, what makes batches, documents) of a training with one row a step."""
     store = Store.open(directory)
     plan = StepPlan(
         list(store.lengths),
@@ -81,9 +86,9 @@ def parts_of(directory: Path) -> tuple[StepPlan, BlockSampler, list[int]]:
         rows_per_forward=1,
         seed=SEED,
     )
-    layout = BlockLayout(BlockKind.ANCHOR_KNOWN, BLOCK)
+    maker = BlockMaker(LAYOUT, QWEN3_8B.replace(mask_token_id=0))  # its other sizes only count operations
     source = StoreSource(store, store.features)
-    return plan, BlockSampler(source, layout, 0, TOKENS_PER_ROW, ANCHORS, SEED, None), list(range(len(store)))
+    return plan, BatchMaker(source, maker, TOKENS_PER_ROW, ANCHORS, SEED), list(range(len(store)))
 
 
 class Stages:
@@ -103,8 +108,8 @@ def stages(directory: Path, batches: int) -> None:
     """Time the parts of making a batch, in this process alone, ms a batch (means)."""
     from draftsmith.training.slots import Slots, pack
 
-    plan, sampler, _ = parts_of(directory)
-    slots = Slots(1, sampler.largest_micro_batch(1), shared=True)
+    plan, maker, _ = parts_of(directory)
+    slots = Slots(1, maker.largest_micro_batch(1), shared=True)
     batches = min(batches, len(plan.rows(0)) - 1)  # every document is read, and so checked, for the first time once
     timed, size = Stages(), 0
     for number in range(batches + 1):
@@ -112,18 +117,25 @@ def stages(directory: Path, batches: int) -> None:
             timed = Stages()  # the first batch is the first to touch the slot's pages
         row, slot = plan.rows(0)[number], slots.slot(0)
         with timed("records, checked"):
-            sampler.source.records(row)
+            maker.source.records(row)
         with timed("records, again"):
-            records = sampler.source.records(row)
+            records = maker.source.records(row)
         with timed("collate"):
             packed = collate([records], TOKENS_PER_ROW, slot.empty)
         with timed("anchors"):
             anchors = sample_anchors(
-                packed.loss_mask, packed.document, packed.sample_ids, sampler.layout, ANCHORS, seed=SEED, epoch=0
+                packed.loss_mask,
+                packed.document,
+                packed.sample_ids,
+                LAYOUT,
+                ANCHORS,
+                seed=SEED,
+                epoch=0,
+                bucket=BLOCK_BUCKET,
             )
         with timed("blocks"):
             blocks = build_blocks(
-                packed.input_ids, packed.loss_mask, packed.positions, packed.document, anchors, sampler.layout, 0
+                packed.input_ids, packed.loss_mask, packed.positions, packed.document, anchors, LAYOUT, 0
             )
         with timed("pack"):
             described = pack((packed, blocks), 0, slot)
@@ -137,7 +149,7 @@ def stages(directory: Path, batches: int) -> None:
     show(
         part="stages",
         batch_mib=round(size / 2**20, 2),
-        slot_mib=round(sampler.largest_micro_batch(1) / 2**20, 2),
+        slot_mib=round(maker.largest_micro_batch(1) / 2**20, 2),
         ms={name: round(1e3 * seconds / batches, 2) for name, seconds in timed.seconds.items()},
     )
 
@@ -155,8 +167,8 @@ def rate(
     **labels: object,
 ) -> None:
     """Take `batches` batches, or as many as `seconds` allow, and print how long that took, by windows."""
-    plan, sampler, documents = parts_of(directory)
-    source = TrainingBatches(plan, sampler, documents, rank=0, num_ranks=1, workers=workers, device=device)
+    plan, maker, documents = parts_of(directory)
+    source = TrainingBatches(plan, maker, documents, rank=0, num_ranks=1, workers=workers, device=device)
     cuda = device.type == "cuda"
     cycles = int(device_ms * 1e-3 * 1.98e9)
     done: list[torch.cuda.Event] = []
@@ -221,7 +233,7 @@ def rate(
 
 def use(batch: MicroBatch) -> torch.Tensor:
     """Something of every part that a step reads."""
-    return batch.packed.features[TAPS][0, ::97, ::89].float().abs().sum() + batch.blocks.labels.sum() % 1000
+    return batch.packed.features[TAPS][0, ::97, ::89].float().abs().sum() + batch.examples.labels.sum() % 1000
 
 
 def spin(milliseconds: float) -> None:

@@ -52,8 +52,9 @@ class Ours:
     def measured(self, rows: list[list[int]]) -> dict[str, Any]:
         records = [random_records(self.shape, row, final_state=False) for row in rows]
         batch = micro_batch(self.shape, self.method, records, self.section)
-        found = {"rows": len(rows), "context": batch.packed.input_ids.numel(), "slots": batch.blocks.input_ids.numel()}
-        return found | {"labels": batch.work.labels} | measured(lambda: self.step(batch), 12, self.options)
+        blocks, context = batch.examples, batch.packed.input_ids.numel()
+        found = {"rows": len(rows), "context": context, "slots": blocks.input_ids.numel(), "labels": blocks.max_labels}
+        return found | measured(lambda: self.step(batch), 12, self.options)
 
 
 def per_second(found: dict[str, Any], tokens: int, mean: float) -> dict[str, Any]:

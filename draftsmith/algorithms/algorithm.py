@@ -6,64 +6,25 @@ network has (`head_config`), what is summed and divided by what (`objective`), a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import numpy as np
 from pydantic import StrictInt
-from torch import Tensor
 
+from draftsmith.algorithms.block_trainee import BlockMaker, BlockTrainee
+from draftsmith.algorithms.block_trainee import BlockOutputs as BlockOutputs
+from draftsmith.algorithms.block_trainee import Objective as Objective
 from draftsmith.algorithms.drafter import AnyDrafter
 from draftsmith.algorithms.options import DecodingOptions, Options, parse_decoding_options
 from draftsmith.algorithms.serving import Served, Serving
-from draftsmith.blocks.blocks import Blocks
+from draftsmith.algorithms.trainee import AnyExampleMaker, AnyTrainee, Computation
+from draftsmith.algorithms.trainee import Terms as Terms
+from draftsmith.blocks.anchors import VisibleSlots
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.targets.ends import TargetEnds
-
-# --- training -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BlockOutputs:
-    """What one training forward hands to the objective.
-
-    hidden [R, N, B, H], the draft's final normed state of every slot; blocks as built from the batch; final_state
-    [R, S, H], the target's own (only where `CaptureLayout.final_state` asks); progress, scalar float64 in [0, 1), the
-    share of the run's optimiser steps already done. It is a tensor on the draft's device, so that a recording of the
-    step's work (a CUDA graph) holds for every step.
-    """
-
-    hidden: Tensor
-    blocks: Blocks
-    final_state: Tensor | None
-    progress: Tensor
-
-
-@dataclass(frozen=True)
-class Terms:
-    """One micro-batch's share of the loss and of the metrics, as sums that are divided once, globally.
-
-    The gradient of the step is grad(sum of numerators) / (sum of denominators), sums over all ranks and the whole
-    accumulation window. `metrics`: name -> (numerator, denominator), detached, both scalars or both one entry per label
-    [P]; they are averaged the same way. All float32, so that they are copied together.
-    """
-
-    numerator: Tensor
-    denominator: Tensor
-    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-
-class Objective(Protocol):
-    """The training loss of a method."""
-
-    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms: ...
-
-
-# --- the method -----------------------------------------------------------------------------------------------------
 
 
 class DraftSection(Options):
@@ -127,8 +88,17 @@ class Algorithm(ABC):
         """Which features training this draft needs of the target."""
         return CaptureLayout(config.target_layer_ids, config.hidden_size, final_state=False)
 
+    def examples(self, config: DraftConfig, section: Any) -> AnyExampleMaker:
+        """What finds examples to learn from, in reader processes."""
+        block_size = config.block_for(self.name).size
+        return BlockMaker(self.block_layout(config), config, self.visible_slots(section, block_size))
+
+    def trainee(self, draft: Draft, ends: TargetEnds, section: Any, how: Computation) -> AnyTrainee:
+        """What turns the examples into the terms of the loss; may set up `draft` to compute as `how` says."""
+        return BlockTrainee(draft, ends, self.objective(draft.config, section), how)
+
     @abstractmethod
-    def objective(self, config: DraftConfig, section: Any) -> Objective:
+    def objective(self, config: DraftConfig, section: Any) -> Objective[Any]:
         """The training loss."""
 
     def replayable(self, section: Any) -> bool:
@@ -162,7 +132,7 @@ class Algorithm(ABC):
         proposals = layout.max_proposals
         return Serving(Served("DFLASH", layout.verify_width(proposals)), Served("dflash", proposals))
 
-    def visible_slots(self, section: Any, block_size: int) -> "Callable[[np.random.Generator, int], np.ndarray] | None":
+    def visible_slots(self, section: Any, block_size: int) -> VisibleSlots | None:
         """How many leading slots of each training block carry their real tokens: None, just the anchor; otherwise a
         function (generator, number of blocks) -> int64 array of counts in [1, block_size)."""
         return None

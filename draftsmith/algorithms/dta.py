@@ -3,6 +3,7 @@
 Network, features, decoding and export are DFlash's; only the training blocks differ.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,24 @@ class DTASection(DraftSection):
     objective: DFlashObjectiveOptions = DFlashObjectiveOptions()
 
 
+@dataclass(frozen=True)
+class VisiblePrefix:
+    """Draws visible slots: v in {2, ..., B-1}, with probability proportional to base^v. Raises `DraftsmithError` for a
+    block that has no such v."""
+
+    base: float
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _check_room(self.block_size)
+
+    def __call__(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        lengths = np.arange(2, self.block_size)
+        powers = lengths * np.log(self.base)
+        chances = np.exp(powers - powers.max())  # the largest is 1: no base overflows
+        return generator.choice(lengths, size=count, p=chances / chances.sum())
+
+
 class DTA(DFlash):
     """DFlash in everything but the training blocks, of which the first slots carry their true tokens."""
 
@@ -40,16 +59,7 @@ class DTA(DFlash):
         return super().capture(config)
 
     def visible_slots(self, section: Any, block_size: int) -> VisibleSlots:
-        _check_room(block_size)
-        lengths = np.arange(2, block_size)
-        powers = lengths * np.log(section.visible_base)
-        chances = np.exp(powers - powers.max())  # the largest is 1: no base overflows
-        chances /= chances.sum()
-
-        def draw(generator: np.random.Generator, count: int) -> np.ndarray:
-            return generator.choice(lengths, size=count, p=chances)
-
-        return draw
+        return VisiblePrefix(section.visible_base, block_size)
 
 
 def _check_room(block_size: int) -> None:

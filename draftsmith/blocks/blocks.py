@@ -1,15 +1,16 @@
 """The training blocks of a packed batch: anchors, inputs, labels and masks in one place."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Self
 
-import torch
 from torch import Tensor
+
+from draftsmith.base.rounding import round_up
+from draftsmith.base.tensor_fields import TensorFields
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(TensorFields):
     """N blocks a row, B slots a block, P labels a block (`BlockLayout.num_labels`).
 
     anchors [R, N] int64, index of the anchor in its row; valid [R, N] bool, False for blocks that only fill the shape;
@@ -36,15 +37,14 @@ class Blocks:
     first_label: Tensor
     max_labels: int
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> "Blocks":
-        """The same blocks on `device`; shapes and dtypes stay."""
-        return self.mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers that shape the work on these blocks beside the tensors' own shapes: `max_labels`."""
+        return (self.max_labels,)
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Blocks":
-        """The same blocks with every tensor passed through `function`."""
-        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
-        return replace(self, **changed)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+    def rounded(self) -> Self:
+        """The same blocks with `max_labels` rounded up, by at most a sixteenth and to no more than there are places, so
+        that few numbers occur."""
+        count = max(self.max_labels, 1)
+        step = max(64, 1 << max(count.bit_length() - 5, 0))
+        return replace(self, max_labels=min(round_up(count, step), self.label_mask.numel()))

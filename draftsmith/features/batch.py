@@ -1,13 +1,15 @@
 """Several documents packed into rows, with their features: what the reader hands to training."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from draftsmith.base.tensor_fields import TensorFields
+
 
 @dataclass(frozen=True)
-class PackedBatch:
+class PackedBatch(TensorFields):
     """Rows of whole documents laid end to end; only a row's tail is unused.
 
     input_ids [R, S] int64; loss_mask [R, S] bool (False on the tail); positions [R, S] int64, a token's position in its
@@ -23,12 +25,8 @@ class PackedBatch:
     features: dict[str, Tensor]
     sample_ids: list[list[str]]
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> "PackedBatch":
-        """The same batch on `device`; shapes and dtypes stay."""
-        moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
-        features = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.features.items()}
-        return replace(self, features=features, **moved)
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of documents; on a device, the host waits for it."""
+        documents = torch.tensor([len(ids) for ids in self.sample_ids], device=self.document.device)
+        return int((self.document < documents.unsqueeze(1)).sum())

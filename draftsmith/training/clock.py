@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator
 
+from draftsmith.algorithms.trainee import Work
+
 
 class Clock:
     """Runs from its creation; `waited`: seconds spent waiting for data. Evaluation and saving do not count (`stopped`).
@@ -20,10 +22,10 @@ class Clock:
         self._tokens = 0
         self._flops = 0.0
 
-    def add(self, tokens: int, flops: float) -> None:
+    def add(self, work: Work) -> None:
         """Counts what this process has done."""
-        self._tokens += tokens
-        self._flops += flops
+        self._tokens += work.tokens
+        self._flops += work.flops
 
     def totals(self, accelerator: Accelerator) -> tuple[float, float]:
         """(tokens, FLOP) of all processes, each of which has to call it."""

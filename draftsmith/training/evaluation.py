@@ -3,17 +3,16 @@
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from draftsmith.blocks.blocks import Blocks
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.packing import pack_rows
-from draftsmith.training.batches import BlockSampler, deal
 from draftsmith.training.forward import DraftLoss
+from draftsmith.training.micro_batch import BatchMaker
+from draftsmith.training.plan import deal
 from draftsmith.training.sums import Averages, Sums
 
 _log = logging.getLogger(__name__)
@@ -41,19 +40,16 @@ def split_documents(sample_ids: Sequence[str], eval_share: float) -> tuple[list[
 
 
 class Evaluation:
-    """Loss, per-label accuracy and teacher-forced accept length over the held-out documents.
+    """Loss, accept length and the method's other metrics over the held-out documents.
 
-    Rows and anchors are the same every time (epoch 0 of the sampler's seed), so two evaluations differ only by the
-    draft; every block is predicted from its anchor on, as in serving, whatever a method shows while training. Only
-    whole blocks count, those whose labels are all supervised: how much of a block the target would accept past the end
-    of its document nobody knows, and an accept length that took the end for a rejection would lie below that of
-    serving.
+    Rows and examples are the same every time (epoch 0 of the seed), so two evaluations differ only by the draft. What a
+    draft is judged by, as in serving, is the method's to say (`ExampleMaker.held_out`).
     documents, lengths and names: the held-out documents' number in the source, tokens and ids.
     """
 
     def __init__(
         self,
-        sampler: BlockSampler,
+        batches: BatchMaker,
         documents: list[int],
         lengths: Sequence[int],
         names: Sequence[str],
@@ -62,9 +58,9 @@ class Evaluation:
         rank: int,
         num_ranks: int,
     ) -> None:
-        rows = [[documents[i] for i in row] for row in pack_rows(lengths, sampler.tokens_per_row, names)]
+        rows = [[documents[i] for i in row] for row in pack_rows(lengths, batches.tokens_per_row, names)]
         self._forwards = deal(rows, rows_per_forward, rank, num_ranks)
-        self._sampler = replace(sampler, visible_slots=None)
+        self._batches = batches
 
     @torch.no_grad()
     def run(self, loss: DraftLoss, device: torch.device, progress: Tensor, accelerator: Accelerator) -> Averages:
@@ -72,20 +68,14 @@ class Evaluation:
         loss.eval()
         sums = Sums()
         for forward in self._forwards:
-            batch = self._sampler.micro_batch(forward, epoch=0)
-            batch = replace(batch, blocks=whole_blocks(batch.blocks)).to(device)
+            batch = self._batches.held_out(forward).to(device)
             _, _, metrics = loss(batch, progress)
             sums = sums.plus(Sums.of(metrics))
         loss.train()
         averages = sums.over_ranks(accelerator).averages()
         if averages["loss"] is None:
-            _log.warning("no held-out document has room for a whole block: there is nothing to evaluate on")
+            _log.warning("no held-out document has room for a whole example: there is nothing to evaluate on")
         return averages
-
-
-def whole_blocks(blocks: Blocks) -> Blocks:
-    """The same blocks, without the labels of those of which some label is not supervised."""
-    return replace(blocks, label_mask=blocks.label_mask & blocks.label_mask.all(-1, keepdim=True))
 
 
 def score(averages: Averages, best_by: str) -> float | None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.base.rounding import round_up
-from draftsmith.training.batches import MicroBatch
+from draftsmith.training.micro_batch import MicroBatch
 
 Outcome = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 """Numerator, denominator and metrics, as `DraftLoss` returns them."""
@@ -33,9 +32,9 @@ class StepGraphs:
     """Runs micro-batches forward and backward; from the second of a shape on by replaying a graph.
 
     forward: a module of one process, in which nothing waits for the device and nothing depends on the host's numbers
-    but the shapes of the batch. The number of labels is rounded up, so that few shapes occur. All graphs share the
-    memory of their intermediate results, and one gradient a parameter, which stands in `.grad` after a replay; what a
-    call returns may be overwritten by the next one of any shape.
+    but the shapes of the batch and the counts of its examples, which are rounded, so that few of them occur. All graphs
+    share the memory of their intermediate results, and one gradient a parameter, which is in `.grad` after a replay;
+    what a call returns may be overwritten by the next one of any shape.
     """
 
     def __init__(self, forward: Callable[[MicroBatch, Tensor], Outcome], parameters: Sequence[nn.Parameter]) -> None:
@@ -52,9 +51,9 @@ class StepGraphs:
 
     def run(self, batch: MicroBatch, progress: Tensor) -> Outcome:
         """The outcome of the batch, detached; its gradients stand in the parameters' `.grad`, which were empty."""
-        batch = replace(batch, blocks=replace(batch.blocks, max_labels=rounded_labels(batch)))
-        inputs = [*_tensors(batch), progress]
-        key = (batch.blocks.max_labels, *(tensor.shape for tensor in inputs))
+        batch = replace(batch, examples=batch.examples.rounded())
+        inputs = [*batch.tensors().values(), progress]
+        key = (batch.examples.counts, *(tensor.shape for tensor in inputs))
         self._seen[key] += 1
         if key not in self._captured:
             # What a shape needs for the first time (compiled code, kernels) must exist before a capture.
@@ -87,8 +86,8 @@ class StepGraphs:
         return numerator.detach(), denominator, metrics
 
     def _capture(self, batch: MicroBatch, progress: Tensor) -> _Captured:
-        *tensors, share = inputs = [tensor.clone() for tensor in (*_tensors(batch), progress)]
-        static = _with_tensors(batch, tensors)
+        static, share = batch.mapped(torch.clone), progress.clone()
+        inputs = [*static.tensors().values(), share]
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         graph = torch.cuda.CUDAGraph()
@@ -97,26 +96,3 @@ class StepGraphs:
             torch._foreach_zero_(self._gradients)
             outcome = self._eagerly(static, share)
         return _Captured(graph, inputs, outcome)
-
-
-def rounded_labels(batch: MicroBatch) -> int:
-    """The number of labels, rounded up by at most a sixteenth, and to no more than there are places."""
-    count, places = max(batch.blocks.max_labels, 1), batch.blocks.label_mask.numel()
-    step = max(64, 1 << max(count.bit_length() - 5, 0))
-    return min(round_up(count, step), places)
-
-
-def _tensors(batch: MicroBatch) -> list[Tensor]:
-    packed = batch.packed
-    own = [packed.input_ids, packed.loss_mask, packed.positions, packed.document]
-    return [*own, *(packed.features[name] for name in sorted(packed.features)), *batch.blocks.tensors().values()]
-
-
-def _with_tensors(batch: MicroBatch, tensors: Sequence[Tensor]) -> MicroBatch:
-    """The batch with other tensors, in the order of `_tensors`."""
-    given = iter(tensors)
-    own: dict[str, Any] = {name: next(given) for name in ("input_ids", "loss_mask", "positions", "document")}
-    features = {name: next(given) for name in sorted(batch.packed.features)}
-    packed = replace(batch.packed, features=features, **own)
-    blocks: dict[str, Any] = {name: next(given) for name in batch.blocks.tensors()}
-    return replace(batch, packed=packed, blocks=replace(batch.blocks, **blocks))

@@ -14,11 +14,10 @@ from draftsmith.base.progress import Stage
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.parallel.processes import raise_together
-from draftsmith.training.batches import MicroBatch, Step, StepPlan, TrainingBatches
 from draftsmith.training.checkpoint import Checkpoint, Position, RunCheckpoints
 from draftsmith.training.clock import Clock
 from draftsmith.training.evaluation import Evaluation, score
-from draftsmith.training.flops import peak_flops, training_flops
+from draftsmith.training.flops import peak_flops
 from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.graphs import StepGraphs
 from draftsmith.training.guards import (
@@ -30,8 +29,11 @@ from draftsmith.training.guards import (
     write_report,
 )
 from draftsmith.training.interruption import StopRequest
+from draftsmith.training.loading import Step, TrainingBatches
+from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel, whole
+from draftsmith.training.plan import StepPlan
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.sums import Averages, Sums
 from draftsmith.training.tracking import RunLog, memory_bytes
@@ -168,7 +170,7 @@ class Loop:
                     numerator, denominator, metrics = self.parallel.forward(batch, progress)
                     numerator.backward()
             sums = sums.plus(Sums.of({_GRADIENT: (numerator, denominator), _STOP: (asked, asked), **metrics}))
-            self.clock.add(batch.work.context, training_flops(self.draft_loss.draft.config, batch.work))
+            self.clock.add(batch.work)
             # A copy: the next replay of a graph writes where this one wrote.
             forwards.append(MicroBatchRecord(batch.packed.sample_ids, numerator.detach().clone()))
         sums = sums.over_ranks(self.accelerator)

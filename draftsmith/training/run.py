@@ -12,11 +12,9 @@ from accelerate.utils import ProjectConfiguration
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.build import TargetFacts
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.trainee import Computation
 from draftsmith.base.devices import parse_device, resolve_device
 from draftsmith.base.progress import Progress, SilentProgress
-from draftsmith.blocks.anchored import check_anchored, takes
-from draftsmith.blocks.masks import AttentionBackend
-from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError, differences
 from draftsmith.features.check import check_store
@@ -26,12 +24,14 @@ from draftsmith.kernels.device import need_triton
 from draftsmith.parallel.processes import raise_together
 from draftsmith.parallel.ranks import process_count
 from draftsmith.targets.ends import TargetEnds
-from draftsmith.training.batches import BlockSampler, StepPlan, TrainingBatches, check_rows_per_step
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.evaluation import Evaluation, split_documents
 from draftsmith.training.forward import DraftLoss
+from draftsmith.training.loading import TrainingBatches
 from draftsmith.training.loop import EvaluateGenerate, Loop
+from draftsmith.training.micro_batch import BatchMaker
 from draftsmith.training.options import TrackOptions, TrainOptions, check_replayable
+from draftsmith.training.plan import StepPlan, check_rows_per_step
 from draftsmith.training.record import CHECKPOINTS, RunRecord, claim, write_record
 from draftsmith.training.report import write_run_report
 from draftsmith.training.source import FeatureSource, StoreSource
@@ -133,22 +133,14 @@ def train(
             f"{run_dir} has reached step {latest.position.step}, and this recipe ends at step {total_steps}; raise "
             "train.max_steps or train.epochs"
         )
-    block = config.block_for("training")
-    sampler = BlockSampler(
-        source,
-        method.block_layout(config),
-        block.mask_token_id,
-        tokens_per_row=options.tokens_per_row,
-        num_anchors=options.num_anchors,
-        seed=options.seed,
-        visible_slots=method.visible_slots(draft_section, block.size),
-    )
+    maker = method.examples(config, draft_section)
+    batch_maker = BatchMaker(source, maker, options.tokens_per_row, options.num_anchors, options.seed)
     workers = options.workers(device)
-    batches = TrainingBatches(plan, sampler, training, rank=rank, num_ranks=ranks, workers=workers, device=device)
+    batches = TrainingBatches(plan, batch_maker, training, rank=rank, num_ranks=ranks, workers=workers, device=device)
     evaluation = None
     if held_out:
         evaluation = Evaluation(
-            sampler,
+            batch_maker,
             held_out,
             [source.lengths[i] for i in held_out],
             [source.sample_ids[i] for i in held_out],
@@ -161,15 +153,16 @@ def train(
     draft = Draft.from_config(config)
     if warm is not None:
         warm.load_into(draft)
-    draft_loss = DraftLoss(
-        draft.to(device, torch.float32),
-        _ends_for(ends, device, autocast),
-        method.objective(config, draft_section),
-        attention=_resolved_attention(options, device, config, autocast),
-        autocast=autocast,
+    draft = draft.to(device, torch.float32)
+    how = Computation(
+        device,
+        autocast,
+        options.attention,
         recompute=options.gradient_checkpointing,
         compile_layers=device.type == "cuda" if options.compile == "auto" else options.compile,
     )
+    trainee = method.trainee(draft, _ends_for(ends, device, autocast), draft_section, how)
+    draft_loss = DraftLoss(draft, trainee, autocast=autocast)
 
     if record is None:
         record = RunRecord(
@@ -279,27 +272,6 @@ def _resolved_precision(options: TrainOptions, device: torch.device) -> str:
     precision = "bf16" if device.type == "cuda" else "fp32"
     _log.info("train.precision: auto -> %s on %s", precision, device)
     return precision
-
-
-def _resolved_attention(
-    options: TrainOptions, device: torch.device, config: DraftConfig, autocast: torch.dtype | None
-) -> AttentionBackend:
-    group = config.num_attention_heads // config.num_key_value_heads
-    block_size = config.block_for("attention of blocks").size
-    if options.attention != "auto":
-        attention = AttentionBackend(options.attention)
-        if attention is AttentionBackend.ANCHORED:
-            check_anchored(config.head_dim, group, block_size)
-        return attention
-    attention = AttentionBackend.DENSE
-    if device.type == "cuda":
-        from draftsmith.kernels.device import shared_memory
-
-        memory = shared_memory(device)
-        taken = takes(config.head_dim, autocast or torch.float32, group, block_size, memory)
-        attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX
-    _log.info("train.attention: auto -> %s on %s", attention, device)
-    return attention
 
 
 def _check_graphs(device: torch.device, ranks: int) -> None:

@@ -9,18 +9,17 @@ from accelerate import Accelerator
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.algorithms.trainee import Computation
 from draftsmith.drafts.draft import Draft
-from draftsmith.training.batches import BlockSampler, Forward
 from draftsmith.training.forward import DraftLoss, share_done
 from draftsmith.training.graphs import StepGraphs
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
+from draftsmith.training.plan import Forward
 from draftsmith.training.record import find_checkpoint
 from draftsmith.training.run import train
-from draftsmith.training.source import StoreSource
 from draftsmith.training.update import Updater
-from tests.training.counting import BASE, MASK, QUIET, counting_store, counting_target, options
+from tests.training.counting import BASE, QUIET, batches_of, counting_store, counting_target, options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -103,16 +102,15 @@ def test_one_graph_serves_every_place_in_the_run(target, store, tmp_path):
     """The same batch, replayed at other shares of the run, has the gradients that its eager step has there."""
     chosen = section_of("domino")
     method, config = algorithm("domino"), draft_config(chosen, target)
-    source = StoreSource(store, tuple(method.capture(config).widths))
-    sampler = BlockSampler(source, method.block_layout(config), MASK, 48, 8, seed=1, visible_slots=None)
-    batch = sampler.micro_batch(Forward([[2, 5], [3]]), epoch=0).to(torch.device("cuda"))
-    loss = DraftLoss(
-        Draft.from_config(config).cuda(),
-        copy.deepcopy(target.ends).to("cuda"),
-        method.objective(config, chosen),
-        attention=AttentionBackend.DENSE,
-        autocast=None,
-    ).train()
+    batch = (
+        batches_of(store, chosen=chosen, num_anchors=8, seed=1)
+        .micro_batch(Forward([[2, 5], [3]]), epoch=0)
+        .to(torch.device("cuda"))
+    )
+    draft = Draft.from_config(config).cuda()
+    how = Computation(draft.device, attention="dense")
+    trainee = method.trainee(draft, copy.deepcopy(target.ends).to("cuda"), chosen, how)
+    loss = DraftLoss(draft, trainee, autocast=None).train()
     parameters = list(loss.parameters())
     graphs = StepGraphs(loss, parameters)
     norms = []
@@ -136,16 +134,15 @@ def test_a_step_never_waits_for_the_device(target, tmp_path, name):
     method, chosen = algorithm(name), section_of(name)
     config = draft_config(chosen, target)
     store = counting_store(tmp_path, target, final_state=method.capture(config).final_state)
-    source = StoreSource(store, store.features)
-    sampler = BlockSampler(source, method.block_layout(config), MASK, 48, 8, seed=1, visible_slots=None)
-    batch = sampler.micro_batch(Forward([[2, 5], [3]]), epoch=0).to(torch.device("cuda"))
-    loss = DraftLoss(
-        Draft.from_config(config).cuda(),
-        copy.deepcopy(target.ends).to("cuda", torch.bfloat16),
-        method.objective(config, chosen),
-        attention=AttentionBackend.ANCHORED,
-        autocast=torch.bfloat16,
-    ).train()
+    batch = (
+        batches_of(store, chosen=chosen, num_anchors=8, seed=1)
+        .micro_batch(Forward([[2, 5], [3]]), epoch=0)
+        .to(torch.device("cuda"))
+    )
+    draft = Draft.from_config(config).cuda()
+    how = Computation(draft.device, torch.bfloat16, attention="anchored")
+    trainee = method.trainee(draft, copy.deepcopy(target.ends).to("cuda", torch.bfloat16), chosen, how)
+    loss = DraftLoss(draft, trainee, autocast=torch.bfloat16).train()
     updater = Updater(loss, Parallel(loss, "ddp", Accelerator(mixed_precision="no")), TrainOptions())
     for number in range(3):
         if number == 2:  # the first ones compile kernels and allocate

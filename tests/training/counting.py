@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from draftsmith.algorithms.algorithm import DraftSection
+from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash import DFlashSection
+from draftsmith.algorithms.registry import algorithm
 from draftsmith.features.identity import target_identity
 from draftsmith.features.manifest import StoreHeader
 from draftsmith.features.reader import Store
@@ -13,7 +16,9 @@ from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.targets.target import Target
+from draftsmith.training.micro_batch import BatchMaker
 from draftsmith.training.options import TrackOptions, TrainOptions
+from draftsmith.training.source import StoreSource
 from tests.support.tiny import tiny_target
 
 MASK = 18
@@ -89,3 +94,19 @@ def options(**fields: Any) -> TrainOptions:
             **fields,
         }
     )
+
+
+def batches_of(
+    store: Store,
+    *,
+    chosen: DraftSection | None = None,
+    num_anchors: int = 5,
+    seed: int = 5,
+    tokens_per_row: int = 48,
+) -> BatchMaker:
+    """What makes the micro-batches of `store` for a draft of the section `chosen` (None: `section()`)."""
+    chosen = chosen or section()
+    method = algorithm(chosen.algorithm)
+    config = draft_config(chosen, counting_target())
+    source = StoreSource(store, tuple(method.capture(config).widths))
+    return BatchMaker(source, method.examples(config, chosen), tokens_per_row, num_anchors, seed)

@@ -3,14 +3,11 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
-from draftsmith.blocks.layout import BlockKind, BlockLayout
+from draftsmith.algorithms.trainee import Work
 from draftsmith.errors import DraftsmithError
-from draftsmith.training.batches import BlockSampler, Forward, StepPlan, TrainingBatches, check_rows_per_step, deal
-from draftsmith.training.flops import Work
-from draftsmith.training.source import StoreSource
-from tests.training.counting import MASK
-
-LAYOUT = BlockLayout(BlockKind.ANCHOR_KNOWN, 4)
+from draftsmith.training.loading import TrainingBatches
+from draftsmith.training.plan import Forward, StepPlan, check_rows_per_step, deal
+from tests.training.counting import batches_of
 
 
 def plan_of(store, *, rows_per_step=4, rows_per_forward=1, seed=5) -> StepPlan:
@@ -22,10 +19,6 @@ def plan_of(store, *, rows_per_step=4, rows_per_forward=1, seed=5) -> StepPlan:
         rows_per_forward=rows_per_forward,
         seed=seed,
     )
-
-
-def sampler_of(store, num_anchors=5) -> BlockSampler:
-    return BlockSampler(StoreSource(store, store.features), LAYOUT, MASK, 48, num_anchors, seed=5, visible_slots=None)
 
 
 def step_documents(plan, epoch, step, num_ranks):
@@ -58,12 +51,12 @@ def test_the_order_is_a_function_of_seed_and_epoch(store):
 
 def test_a_process_without_a_row_repeats_one_that_does_not_count(store):
     assert deal([[7, 8]], 1, rank=1, num_ranks=2) == [Forward([[7, 8]], counted=False)]
-    sampler = sampler_of(store)
-    counted = sampler.micro_batch(Forward([[7, 8]]), epoch=0)
-    uncounted = sampler.micro_batch(Forward([[7, 8]], counted=False), epoch=0)
-    assert counted.blocks.label_mask.any()
-    assert counted.work.context == store.lengths[7] + store.lengths[8]
-    assert not uncounted.blocks.label_mask.any()
+    maker = batches_of(store)
+    counted = maker.micro_batch(Forward([[7, 8]]), epoch=0)
+    uncounted = maker.micro_batch(Forward([[7, 8]], counted=False), epoch=0)
+    assert counted.examples.label_mask.any()
+    assert counted.work.tokens == store.lengths[7] + store.lengths[8]
+    assert not uncounted.examples.label_mask.any()
     assert uncounted.work == Work()
 
 
@@ -77,11 +70,11 @@ def test_positions_run_over_epochs_and_can_start_anywhere(store):
 
 
 def test_a_document_has_the_same_blocks_in_whatever_row(store):
-    sampler = sampler_of(store)
+    maker = batches_of(store)
 
     def inputs(rows, row, document):
-        batch = sampler.micro_batch(Forward(rows), epoch=3)
-        blocks = batch.blocks
+        batch = maker.micro_batch(Forward(rows), epoch=3)
+        blocks = batch.examples
         own = blocks.valid[row] & (batch.packed.document[row][blocks.anchors[row]] == document)
         return blocks.positions[row][own], blocks.input_ids[row][own], blocks.labels[row][own]
 
@@ -95,7 +88,7 @@ def test_worker_processes_change_nothing(store):
     def ids(workers):
         batches = TrainingBatches(
             plan_of(store),
-            sampler_of(store),
+            batches_of(store),
             list(range(len(store))),
             rank=0,
             num_ranks=1,
@@ -106,7 +99,7 @@ def test_worker_processes_change_nothing(store):
             (
                 step.epoch,
                 step.step_in_epoch,
-                [(b.packed.sample_ids, b.blocks.anchors.tolist()) for b in step.micro_batches],
+                [(b.packed.sample_ids, b.examples.anchors.tolist()) for b in step.micro_batches],
             )
             for step in batches.steps(0, 1, 5)
         ]
@@ -118,7 +111,7 @@ def test_reading_batches_leaves_the_global_generator_alone(store):
     state = torch.get_rng_state()
     batches = TrainingBatches(
         plan_of(store),
-        sampler_of(store),
+        batches_of(store),
         list(range(len(store))),
         rank=0,
         num_ranks=1,

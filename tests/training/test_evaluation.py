@@ -5,17 +5,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from draftsmith.algorithms.algorithm import Terms
+from draftsmith.algorithms.block_trainee import whole_blocks
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.blocks.masks import AttentionBackend
+from draftsmith.algorithms.trainee import Computation, Terms
 from draftsmith.errors import DraftsmithError
-from draftsmith.training.batches import BlockSampler
-from draftsmith.training.evaluation import Evaluation, score, split_documents, whole_blocks
+from draftsmith.training.evaluation import Evaluation, score, split_documents
 from draftsmith.training.forward import DraftLoss
-from draftsmith.training.source import StoreSource
 from tests.support.tiny_draft import tiny_draft
-from tests.training.counting import MASK, section
+from tests.training.counting import MASK, batches_of, section
 
 IDS = [f"sample-{i}" for i in range(57)]
 
@@ -43,17 +41,14 @@ def test_at_least_one_document_is_held_out_and_never_all():
 @pytest.fixture
 def parts(target, store):
     draft = tiny_draft(target, block_size=4, mask_token_id=MASK, target_layer_ids=(1, 2))
-    method = algorithm("dflash")
-    objective = method.objective(draft.config, section())
-    loss = DraftLoss(draft, target.ends, objective, attention=AttentionBackend.DENSE, autocast=None)
-    sampler = BlockSampler(
-        StoreSource(store, store.features), method.block_layout(draft.config), MASK, 48, 3, seed=5, visible_slots=None
-    )
+    trainee = algorithm("dflash").trainee(draft, target.ends, section(), Computation(draft.device))
+    loss = DraftLoss(draft, trainee, autocast=None)
+    batches = batches_of(store, num_anchors=3)
 
     def evaluation(rank=0, num_ranks=1):
         documents = [3, 4, 9, 11, 17]
         return Evaluation(
-            sampler,
+            batches,
             documents,
             [store.lengths[i] for i in documents],
             [store.sample_ids[i] for i in documents],
@@ -101,21 +96,22 @@ def test_blocks_are_predicted_from_their_anchor_whatever_training_shows(parts):
     plain = evaluation()
     wanted = plain.run(loss, torch.device("cpu"), 0.0, accelerator)
     (documents, lengths, names) = ([3, 4, 9, 11, 17], *_facts(plain, [3, 4, 9, 11, 17]))
-    showing = replace(plain._sampler, visible_slots=lambda generator, count: np.full(count, 2))
+    visible = replace(plain._batches.maker, visible_slots=lambda generator, count: np.full(count, 2))
+    showing = replace(plain._batches, maker=visible)
     other = Evaluation(showing, documents, lengths, names, rows_per_forward=1, rank=0, num_ranks=1)
     assert other.run(loss, torch.device("cpu"), 0.0, accelerator) == wanted
-    assert showing.micro_batch(other._forwards[0], epoch=0).blocks.first_label.any()  # in training it would show
+    assert showing.micro_batch(other._forwards[0], epoch=0).examples.first_label.any()  # in training it would show
 
 
 def _facts(evaluation, documents):
-    source = evaluation._sampler.source
+    source = evaluation._batches.source
     return [source.lengths[i] for i in documents], [source.sample_ids[i] for i in documents]
 
 
 def test_only_whole_blocks_count(parts):
     loss, evaluation = parts
-    sampler = replace(evaluation()._sampler, num_anchors=50)  # all candidates
-    blocks = sampler.micro_batch(evaluation()._forwards[0], epoch=0).blocks
+    every = replace(evaluation()._batches, num_anchors=50)  # all candidates
+    blocks = every.micro_batch(evaluation()._forwards[0], epoch=0).examples
     whole = whole_blocks(blocks).label_mask
     supervised = blocks.label_mask.sum(-1)
     assert ((supervised > 0) & (supervised < 3)).any()  # some blocks are cut
@@ -125,8 +121,7 @@ def test_only_whole_blocks_count(parts):
 
 def test_a_draft_that_is_always_right_has_the_accept_length_of_the_whole_block(parts):
     loss, evaluation = parts
-    (compute,) = loss._compute
-    objective = compute._objective
+    objective = loss.trainee.objective
 
     class Right:
         def terms(self, draft, ends, outputs):
@@ -134,7 +129,7 @@ def test_a_draft_that_is_always_right_has_the_accept_length_of_the_whole_block(p
             right = label_metrics(outputs.blocks.labels, outputs.blocks)
             return Terms(terms.numerator, terms.denominator, {**terms.metrics, **right})
 
-    compute._objective = Right()
+    loss.trainee.objective = Right()
     averages = evaluation().run(loss, torch.device("cpu"), 0.0, Accelerator(cpu=True))
     assert averages["accept_length"] == 4.0
     assert averages["accuracy"] == [1.0, 1.0, 1.0]

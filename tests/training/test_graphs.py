@@ -10,8 +10,8 @@ from torch import Tensor
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.trainee import Computation, Work
 from draftsmith.blocks.layout import BlockKind, BlockLayout
-from draftsmith.blocks.masks import AttentionBackend
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.packing import collate
@@ -20,15 +20,23 @@ from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS
 from draftsmith.run.recipe import parse_recipe
 from draftsmith.targets.target import Target
-from draftsmith.training.batches import BlockSampler, Forward, MicroBatch
-from draftsmith.training.flops import Work
 from draftsmith.training.forward import DraftLoss, share_done
-from draftsmith.training.graphs import Outcome, StepGraphs, _tensors, _with_tensors, rounded_labels
+from draftsmith.training.graphs import Outcome, StepGraphs
+from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions, check_replayable
+from draftsmith.training.plan import Forward
 from draftsmith.training.run import train
-from draftsmith.training.source import StoreSource
 from tests.blocks.packed import anchors_of, blocks_of
-from tests.training.counting import BASE, MASK, QUIET, counting_store, counting_target, identity_of, options, section
+from tests.training.counting import (
+    BASE,
+    QUIET,
+    batches_of,
+    counting_store,
+    counting_target,
+    identity_of,
+    options,
+    section,
+)
 from tests.training.recording import graphs_on_the_cpu
 
 
@@ -49,24 +57,25 @@ def micro_batch(seed: int) -> MicroBatch:
 
 
 def test_labels_are_rounded_up_a_little_and_not_beyond_their_places():
-    batch = micro_batch(1)
-    places = batch.blocks.label_mask.numel()
+    blocks = micro_batch(1).examples
+    places = blocks.label_mask.numel()
     for count in (1, 63, 64, 65, 1000, 30_200, 30_720):
-        many = replace(batch.blocks, max_labels=count, label_mask=torch.ones(1, 2048, 15, dtype=torch.bool))
-        found = rounded_labels(replace(batch, blocks=many))
+        many = replace(blocks, max_labels=count, label_mask=torch.ones(1, 2048, 15, dtype=torch.bool))
+        (found,) = many.rounded().counts
         assert count <= found <= count + max(64, count / 16)
-    assert batch.blocks.max_labels <= rounded_labels(batch) <= places
+    assert blocks.max_labels <= blocks.rounded().max_labels <= places
 
 
 def test_a_batch_takes_the_tensors_of_another_in_their_order():
     first, second = micro_batch(1), micro_batch(2)
-    taken = _with_tensors(first, _tensors(second))
+    given = iter(second.tensors().values())
+    taken = first.mapped(lambda _: next(given))
     assert taken.packed.sample_ids == first.packed.sample_ids
-    for name, tensor in second.blocks.tensors().items():
-        assert torch.equal(getattr(taken.blocks, name), tensor), name
+    for name, tensor in second.examples.tensors().items():
+        assert torch.equal(getattr(taken.examples, name), tensor), name
     for name in ("input_ids", "loss_mask", "positions", "document"):
         assert torch.equal(getattr(taken.packed, name), getattr(second.packed, name)), name
-    assert taken.packed.features.keys() == second.packed.features.keys()
+    assert taken.packed.features.keys() == second.packed.features.keys() == {TAPS, FINAL_STATE}
     assert all(torch.equal(taken.packed.features[name], second.packed.features[name]) for name in taken.packed.features)
     assert not torch.equal(first.packed.input_ids, second.packed.input_ids)
 
@@ -114,12 +123,12 @@ class StepByStep:
         chosen = method.section(**{**BASE, "algorithm": name, **head.get(name, {})})
         config = draft_config(chosen, target)
         torch.manual_seed(3)
-        draft, objective = Draft.from_config(config).train(), method.objective(config, chosen)
-        self.loss = DraftLoss(draft, target.ends, objective, attention=AttentionBackend.DENSE, autocast=None)
+        draft = Draft.from_config(config).train()
+        trainee = method.trainee(draft, target.ends, chosen, Computation(draft.device))
+        self.loss = DraftLoss(draft, trainee, autocast=None)
         self.parameters = list(draft.parameters())
-        source = StoreSource(store, tuple(method.capture(config).widths))
-        sampler = BlockSampler(source, method.block_layout(config), MASK, 48, 7, seed=1, visible_slots=None)
-        self.batches = [sampler.micro_batch(Forward([[2, 5], [3]]), epoch=epoch) for epoch in range(5)]
+        made = batches_of(store, chosen=chosen, num_anchors=7, seed=1)
+        self.batches = [made.micro_batch(Forward([[2, 5], [3]]), epoch=epoch) for epoch in range(5)]
 
     def results(self, way: Callable[[MicroBatch, Tensor], Outcome]) -> list[list[Tensor]]:
         """Numerator, denominator, metrics and gradients of each batch, at five places of the run."""

@@ -4,25 +4,21 @@ import pytest
 import torch
 
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.blocks.masks import AttentionBackend
-from draftsmith.training.batches import BlockSampler, Forward
+from draftsmith.algorithms.trainee import Computation
 from draftsmith.training.forward import DraftLoss
+from draftsmith.training.plan import Forward
 from draftsmith.training.run import train
-from draftsmith.training.source import StoreSource
 from tests.support.tiny_draft import tiny_draft
-from tests.training.counting import MASK, QUIET, TAP_IDS, options, section
+from tests.training.counting import MASK, QUIET, TAP_IDS, batches_of, options, section
 from tests.training.test_train import entries, weights
 
 
-def gradients(target, store, **how):
+def gradients(target, store, autocast, *, recompute=False):
     """(loss numerator, gradients by name, bytes kept for the backward) of one forward."""
     draft = tiny_draft(target, num_layers=3, block_size=4, mask_token_id=MASK, target_layer_ids=TAP_IDS)
-    method = algorithm("dflash")
-    source = StoreSource(store, store.features)
-    sampler = BlockSampler(source, method.block_layout(draft.config), MASK, 48, 8, seed=1, visible_slots=None)
-    objective = method.objective(draft.config, section())
-    how = {"attention": AttentionBackend.DENSE, "autocast": None, **how}
-    loss = DraftLoss(draft.train(), target.ends, objective, **how)
+    how = Computation(draft.device, autocast, recompute=recompute)
+    trainee = algorithm("dflash").trainee(draft.train(), target.ends, section(), how)
+    loss = DraftLoss(draft, trainee, autocast=autocast)
     kept = 0
 
     def count(tensor):
@@ -31,15 +27,15 @@ def gradients(target, store, **how):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        numerator, _, _ = loss(sampler.micro_batch(Forward([[2, 5]]), epoch=0), 0.0)
+        numerator, _, _ = loss(batches_of(store, num_anchors=8, seed=1).micro_batch(Forward([[2, 5]]), epoch=0), 0.0)
     numerator.backward()
     return numerator, {name: p.grad for name, p in draft.named_parameters()}, kept
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_gradient_checkpointing_keeps_less_and_changes_nothing(target, store, precision):
-    plain, wanted, kept = gradients(target, store, autocast=precision)
-    again, found, kept_less = gradients(target, store, autocast=precision, recompute=True)
+    plain, wanted, kept = gradients(target, store, precision)
+    again, found, kept_less = gradients(target, store, precision, recompute=True)
     assert torch.equal(plain, again)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert kept_less < 0.5 * kept, (kept_less, kept)

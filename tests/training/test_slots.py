@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import StoreError
 from draftsmith.features.reader import Store
-from draftsmith.training.batches import BlockSampler, Forward, StepPlan, TrainingBatches
+from draftsmith.training.loading import TrainingBatches
+from draftsmith.training.plan import Forward, StepPlan
 from draftsmith.training.read_ahead import tensors_of
 from draftsmith.training.slots import Slots, pack
 from draftsmith.training.source import StoreSource
-from tests.training.counting import MASK, counting_store
+from tests.training.counting import batches_of, counting_store
 
 CPU = torch.device("cpu")
-LAYOUT = BlockLayout(BlockKind.ANCHOR_KNOWN, 4)
 
 
 @dataclass(frozen=True)
@@ -87,19 +86,14 @@ def test_a_full_slot_and_full_memory_are_refused():
         Slots(1_000_000, 2**30, shared=True)
 
 
-def sampler_of(store, num_anchors=5, tokens_per_row=48) -> BlockSampler:
-    source = StoreSource(store, store.features)
-    return BlockSampler(source, LAYOUT, MASK, tokens_per_row, num_anchors, seed=5, visible_slots=None)
-
-
 @pytest.mark.parametrize("tokens_per_row", [23, 47])
 def test_the_largest_micro_batch_has_room(target, tmp_path, tokens_per_row):
     store = counting_store(tmp_path, target, documents=7, final_state=True)
-    sampler = sampler_of(store, num_anchors=99, tokens_per_row=tokens_per_row)
+    maker = batches_of(store, num_anchors=99, tokens_per_row=tokens_per_row)
     rows = [[0], [1], [2]] if tokens_per_row == 23 else [[0, 1], [2, 3], [4, 5]]
-    size = sampler.largest_micro_batch(3)
+    size = maker.largest_micro_batch(3)
     slot = Slots(1, size, shared=False).slot(0)
-    packed = pack(sampler.micro_batch(Forward(rows), 0, slot), 0, slot)
+    packed = pack(maker.micro_batch(Forward(rows), 0, slot), 0, slot)
     assert size / 4 < packed.used <= size
 
 
@@ -116,9 +110,9 @@ def test_batches_that_workers_make_are_the_plain_ones(store, workers, device):
     documents = list(range(len(store)))[::-2]
     lengths, names = ([values[number] for number in documents] for values in (store.lengths, store.sample_ids))
     plan = StepPlan(lengths, names, tokens_per_row=48, rows_per_step=2, rows_per_forward=2, seed=5)
-    sampler = sampler_of(store)
-    batches = TrainingBatches(plan, sampler, documents, rank=0, num_ranks=1, workers=workers, device=device)
-    plainly = sampler_of(store)
+    maker = batches_of(store)
+    batches = TrainingBatches(plan, maker, documents, rank=0, num_ranks=1, workers=workers, device=device)
+    plainly = batches_of(store)
     steps = 3 * (2 * workers + 1) + 3
     seen = 0
     for step in batches.steps(0, 1, steps):
@@ -131,11 +125,11 @@ def test_batches_that_workers_make_are_the_plain_ones(store, workers, device):
         found = found.to(CPU)
         assert found.packed.sample_ids == plain.packed.sample_ids
         assert found.work == plain.work
-        assert found.blocks.max_labels == plain.blocks.max_labels
+        assert found.examples.max_labels == plain.examples.max_labels
         assert same(found, plain)
         seen += not same(found, other)
     assert seen > steps / 2  # the next epoch's anchors are others
-    source = sampler.source
+    source = maker.source
     assert isinstance(source, StoreSource)
     assert sorted(source.store.checked.nonzero().flatten().tolist()) == sorted(documents)  # by whichever process
 
@@ -156,7 +150,7 @@ def test_damage_that_a_worker_meets_is_told_as_the_store_tells_it(store, tmp_pat
     sound = [last not in row for row in plan.rows(0)].index(False)
     assert sound > 1
     batches = TrainingBatches(
-        plan, sampler_of(damaged), list(range(len(store))), rank=0, num_ranks=1, workers=workers, device=CPU
+        plan, batches_of(damaged), list(range(len(store))), rank=0, num_ranks=1, workers=workers, device=CPU
     )
     steps = batches.steps(0, 0, plan.steps_in(0))
     for _ in range(sound):
@@ -178,8 +172,8 @@ class Defect(StoreSource):
 
 def test_a_defect_in_a_worker_keeps_its_traceback(store):
     plan = StepPlan(store.lengths, store.sample_ids, tokens_per_row=48, rows_per_step=2, rows_per_forward=2, seed=5)
-    sampler = replace(sampler_of(store), source=Defect(store, store.features))
-    batches = TrainingBatches(plan, sampler, list(range(len(store))), rank=0, num_ranks=1, workers=1, device=CPU)
+    maker = replace(batches_of(store), source=Defect(store, store.features))
+    batches = TrainingBatches(plan, maker, list(range(len(store))), rank=0, num_ranks=1, workers=1, device=CPU)
     steps = batches.steps(0, 0, 1)
     step = next(steps)
     with pytest.raises(ZeroDivisionError, match=r"(?s)worker process.*in records.*a defect"):
@@ -191,8 +185,8 @@ def test_a_defect_in_a_worker_keeps_its_traceback(store):
 
 def test_an_abandoned_run_ends_its_workers(store):
     plan = StepPlan(store.lengths, store.sample_ids, tokens_per_row=48, rows_per_step=2, rows_per_forward=2, seed=5)
-    sampler = sampler_of(store)
-    batches = TrainingBatches(plan, sampler, list(range(len(store))), rank=0, num_ranks=1, workers=1, device=CPU)
+    maker = batches_of(store)
+    batches = TrainingBatches(plan, maker, list(range(len(store))), rank=0, num_ranks=1, workers=1, device=CPU)
     steps = batches.steps(0, 0, 50)
     (first,) = next(steps).micro_batches
     assert len(multiprocessing.active_children()) == 1
