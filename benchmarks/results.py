@@ -292,7 +292,6 @@ def _bench(
         max_new_tokens=arguments.max_new_tokens,
         batch_size=(batch_size,),
         shown=4 if batch_size > 1 else 0,
-        engine=recipe.bench.engine,
     )
     report = bench(
         target,
@@ -300,6 +299,7 @@ def _bench(
         find_prompts(source, "heldout")[:limit],
         options,
         Chat(target.tokenizer, recipe.data),
+        recipe.engine,
         stop_token_ids=workspace.stop_ids,
         progress=ConsoleProgress(),
     )

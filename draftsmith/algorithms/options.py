@@ -35,11 +35,11 @@ def parse_decoding_options(
     Raises `DraftsmithError`, which names each fault, for options that it does not have and values that do not fit.
     """
     known = kind.model_fields.keys() - DecodingOptions.model_fields.keys()
+    if "num_proposals" in own:
+        raise DraftsmithError(f"num_proposals is no option of {method} alone; set engine.num_proposals")
     if own and not known:
         named = ", ".join(f"{name}={value!r}" for name, value in sorted(own.items()))
         raise DraftsmithError(f"{method} has no decoding options of its own; remove {named}")
-    if shared := own.keys() & DecodingOptions.model_fields.keys():
-        raise DraftsmithError(f"{', '.join(sorted(shared))} is an option of the engine, and not of {method} alone")
     try:
         return kind(num_proposals=num_proposals, **own)
     except ValidationError as error:

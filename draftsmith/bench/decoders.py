@@ -59,18 +59,17 @@ class RunningDecoder:
 
     @classmethod
     def of(
-        cls, target: Target, entry: DraftEntry | None, options: BenchOptions, batch_size: int, room: int | None = None
+        cls, target: Target, entry: DraftEntry | None, engine: EngineOptions, batch_size: int, room: int | None = None
     ) -> "RunningDecoder":
         """entry None: plain decoding, which takes the engine options that do not concern a draft. room: tokens that the
         longest row may have (None: not known), so that a GPU's slots and graphs serve for all rounds."""
-        common = options.engine if entry is None else entry.engine_options(options.engine)
+        common = engine if entry is None else entry.engine_options(engine)
         slots: dict[str, object] = {"slots": batch_size}
         if room is not None and common.max_length is None and _with_graphs(target, common):
             slots["max_length"] = min(room, target.max_position_embeddings)
         before = _allocated(target.device)
         if entry is None:
-            bare = common.model_copy(update={"num_proposals": None, "proposer": {}, **slots})
-            decoder = cls(PLAIN, target, Engine(target, None, bare))
+            decoder = cls(PLAIN, target, Engine(target, None, common.without_draft().model_copy(update=slots)))
         else:
             decoder = cls(entry.name, target, Engine(target, entry.draft, common.model_copy(update=slots)))
         decoder.built_bytes = _allocated(target.device) - before
@@ -105,9 +104,8 @@ class RunningDecoder:
     def at_same_width(self, request: Request) -> list[Generation]:
         """What the target says alone with as many tokens in a pass as this decoder's verify has; untimed."""
         if self._at_width is None:
-            width = self.engine.stepper.width
-            alone: dict[str, object] = {"num_proposals": None, "proposer": {}, "verify_width": width}
-            self._at_width = Engine(self.target, None, self.engine.options.model_copy(update=alone))
+            alone = self.engine.options.without_draft().model_copy(update={"verify_width": self.engine.width})
+            self._at_width = Engine(self.target, None, alone)
         return self._at_width.decode(request)
 
     def _run(self, request: Request) -> tuple[list[Generation], float]:
@@ -141,9 +139,9 @@ def proposals(draft: Draft, options: EngineOptions) -> int:
     return options.num_proposals or algorithm_for(draft.config).num_proposals(draft.config)
 
 
-def describe(entry: DraftEntry, options: BenchOptions, memory_bytes: dict[int, int]) -> Decoder:
-    """The decoder's record."""
-    config, engine = entry.draft.config, entry.engine_options(options.engine)
+def describe(entry: DraftEntry, common: EngineOptions, memory_bytes: dict[int, int]) -> Decoder:
+    """The decoder's record; common: engine options of drafts that have none of their own."""
+    config, engine = entry.draft.config, entry.engine_options(common)
     return Decoder(
         name=entry.name,
         directory=None if entry.directory is None else str(entry.directory),
@@ -163,7 +161,7 @@ def request(
     return Request.of(
         prompts,
         max_new_tokens=options.max_new_tokens,
-        sampling=SamplingOptions(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k),
+        sampling=SamplingOptions.of(options),
         stop_token_ids=stop_token_ids,
         seed=seeds,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from draftsmith.base.progress import Progress, SilentProgress, Stage
 from draftsmith.bench.chat import Chat
-from draftsmith.bench.decoders import DraftEntry, RunningDecoder, Timed, describe, request
+from draftsmith.bench.decoders import DraftEntry, RunningDecoder, Timed, describe, proposals, request
 from draftsmith.bench.figures import all_figures
 from draftsmith.bench.machine import machine
 from draftsmith.bench.options import BenchOptions
@@ -27,6 +27,7 @@ from draftsmith.bench.records import (
 )
 from draftsmith.bench.shown import show
 from draftsmith.data.prompts import Prompt
+from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.rng import row_seeds
 from draftsmith.errors import DraftsmithError
@@ -41,6 +42,7 @@ def bench(
     prompts: Sequence[Prompt],
     options: BenchOptions,
     chat: Chat,
+    engine: EngineOptions | None = None,
     *,
     stop_token_ids: Sequence[int] = (),
     progress: Progress | None = None,
@@ -50,8 +52,9 @@ def bench(
     A round is one turn of `batch_size * rows_waiting` prompts. All decoders decode it one after the other, and which
     goes first moves on from round to round, so that none owns the warmer machine; `options.warmup` rounds come before,
     untimed. What plain decoding answered becomes the history of the next turn for every decoder: all of them answer the
-    same prompts. Sampled rows have a seed for each prompt, whatever the batch. Raises `DraftsmithError` when there is
-    no prompt, no draft, or a name is used twice.
+    same prompts. Sampled rows have a seed for each prompt, whatever the batch. engine: its options (None: the
+    defaults), of which plain decoding takes those that concern it. Raises `DraftsmithError` when there is no prompt, no
+    draft, or a name is used twice.
     """
     _check(drafts, prompts)
     for size in options.batch_size:
@@ -61,16 +64,17 @@ def bench(
                 size,
                 len(prompts),
             )
-    run = _Bench(target, drafts, prompts, options, chat, tuple(stop_token_ids))
+    engine = engine or EngineOptions()
+    run = _Bench(target, drafts, prompts, options, engine, chat, tuple(stop_token_ids))
     with (progress or SilentProgress()).stage("Bench", total=run.total, unit="answers") as stage:
         for batch_size in options.batch_size:
             run.measure(batch_size, stage)
     return BenchReport(
-        setting=_setting(target, options),
+        setting=_setting(target, options, engine),
         prompts=[AskedPrompt(id=p.id, turns=p.turns, category=p.category, system=p.system) for p in prompts],
         decoders=[
             Decoder(name=PLAIN, memory_bytes=run.memory.get(PLAIN, {})),
-            *(describe(entry, options, run.memory.get(entry.name, {})) for entry in drafts),
+            *(describe(entry, engine, run.memory.get(entry.name, {})) for entry in drafts),
         ],
         rounds=run.rounds,
         answers=run.answers,
@@ -119,11 +123,12 @@ class _Bench:
         drafts: Sequence[DraftEntry],
         prompts: Sequence[Prompt],
         options: BenchOptions,
+        engine: EngineOptions,
         chat: Chat,
         stop_token_ids: tuple[int, ...],
     ) -> None:
         self.target, self.drafts, self.prompts = target, drafts, prompts
-        self.options, self.chat, self.stop_token_ids = options, chat, stop_token_ids
+        self.options, self.engine, self.chat, self.stop_token_ids = options, engine, chat, stop_token_ids
         self.rounds: list[Round] = []
         self.answers: list[BenchAnswer] = []
         self.memory: dict[str, dict[int, int]] = {}
@@ -138,7 +143,7 @@ class _Bench:
     def measure(self, batch_size: int, stage: Stage) -> None:
         """All rounds at one batch size."""
         everyone: list[DraftEntry | None] = [None, *self.drafts]
-        decoders = [RunningDecoder.of(self.target, one, self.options, batch_size, self._room) for one in everyone]
+        decoders = [RunningDecoder.of(self.target, one, self.engine, batch_size, self._room) for one in everyone]
         first = self._first_round(batch_size)
         for _ in range(self.options.warmup):
             for decoder in decoders:
@@ -176,7 +181,9 @@ class _Bench:
                 continue
             prompt_ids = self._shown_prompts[number, answer.turn]
             question = self.prompts[number].turns[answer.turn]
-            yield show(self.target, entries[answer.decoder], self.options, self.chat, question, prompt_ids, answer)
+            entry = entries[answer.decoder]
+            most = proposals(entry.draft, entry.engine_options(self.engine))
+            yield show(self.target, entry, self.options, self.chat, question, prompt_ids, answer, most)
 
     @property
     def _room(self) -> int:
@@ -260,10 +267,11 @@ class _Bench:
             )
 
 
-def _setting(target: Target, options: BenchOptions) -> dict[str, Any]:
+def _setting(target: Target, options: BenchOptions, engine: EngineOptions) -> dict[str, Any]:
     return {
         "target": str(target.source),
         "dtype": str(target.dtype).removeprefix("torch."),
         **machine(target.device),
         **options.model_dump(mode="json"),
+        "engine": engine.model_dump(mode="json"),
     }

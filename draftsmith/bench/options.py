@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from draftsmith.data.options import SHIPPED_PROMPTS
-from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.options import SamplingFields
 
 
 def _several(value: Any) -> Any:
@@ -17,33 +17,38 @@ BatchSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], BeforeValidator(_several), Field(min_length=1)]
 
 
-class BenchOptions(BaseModel):
-    """What is measured, and how.
-
-    `prompts`: a JSONL file of prompts, `shipped` for the held-out ones that the package carries, or a data set by name
-    (`gsm8k`, `math500`, `humaneval`, `mbpp`, `mt-bench`, `alpaca`; `NAME@FILE` reads rows in that data set's columns
-    from a local JSONL file). `limit`: at most so many prompts (the first ones). `batch_size`: rows decoded side by
-    side; a list measures each. `rows_waiting`: prompts that are handed to the engine together, as a multiple of the
-    batch size; rows that end make room for those that wait. `seed`: of sampling; a list measures each.
-
-    `repeats`: how often every round is timed by every decoder, in turn; the fastest of each counts. `warmup`: untimed
-    rounds before that. `shown`: prompts whose text is shown in the report with the way that every token came; they are
-    decoded once more, untimed, with the proposals recorded. `engine`: options of the engine, for all decoders (plain
-    decoding takes those that concern it).
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class BenchOptions(SamplingFields):
+    """The recipe's `bench` section: what is measured, and how. (How the engine works is the section `engine`.)"""
 
     prompts: str = SHIPPED_PROMPTS
+    """A JSONL file of prompts, `shipped` for the held-out ones that the package carries, or a data set by name
+    (`gsm8k`, `math500`, `humaneval`, `mbpp`, `mt-bench`, `alpaca`; `NAME@FILE` reads rows in that data set's columns
+    from a local JSONL file)."""
     limit: int | None = Field(default=None, ge=1)
+    """The most prompts to ask (the first ones). Left out: all."""
     max_new_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
+    """The most tokens of one answer."""
     seed: Seeds = (0,)
+    """Of sampling; a list measures each."""
     batch_size: BatchSizes = (1,)
+    """Rows decoded side by side; a list measures each."""
     rows_waiting: int = Field(default=1, ge=1)
+    """Prompts that are handed to the engine together, as a multiple of the batch size; rows that end make room for
+    those that wait."""
     repeats: int = Field(default=1, ge=1)
+    """How often every round is timed by every decoder, in turn; the fastest of each counts."""
     warmup: int = Field(default=1, ge=0)
+    """Untimed rounds before that."""
     shown: int = Field(default=6, ge=0)
-    engine: EngineOptions = EngineOptions()
+    """Prompts whose text is shown in the report with the way that every token came; they are decoded once more,
+    untimed, with the proposals recorded."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_has_moved(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and "engine" in fields:
+            raise ValueError(
+                "`bench.engine` is now the section `engine` at the top of the recipe, which every command that decodes "
+                "reads: move it there"
+            )
+        return fields

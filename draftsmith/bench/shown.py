@@ -6,7 +6,6 @@ from torch import Tensor
 from draftsmith.bench.anchors import Proposed, proposals_at
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
-from draftsmith.bench.decoders import proposals as proposals_of
 from draftsmith.bench.options import BenchOptions
 from draftsmith.bench.records import BenchAnswer, Came, ShownText, ShownToken
 from draftsmith.targets.target import Target
@@ -20,8 +19,9 @@ def show(
     question: str,
     prompt_ids: list[int],
     answer: BenchAnswer,
+    num_proposals: int,
 ) -> ShownText:
-    """An answer token by token, from its accept lengths.
+    """An answer token by token, from its accept lengths. num_proposals: of each verify.
 
     The chances are those of the logits, before any temperature. Greedy answers get what the draft proposed at every
     verify (computed again, outside the timed runs); of sampled ones only the target's chances are known.
@@ -34,7 +34,7 @@ def show(
     if options.temperature == 0.0 and starts:
         anchors = [len(prompt_ids) + start for start in starts]
         proposed = proposals_at(target, entry.draft, [*prompt_ids, *ids], anchors)
-    most = proposals_of(entry.draft, entry.engine_options(options.engine))
+    most = num_proposals
     tokens = [ShownToken(text=pieces[0], came="prefill", slot=0, target=chances[0])]
     for verify, (start, length) in enumerate(zip(starts, answer.accept_lengths, strict=True)):
         for slot in range(1, length + 1):

@@ -1,4 +1,4 @@
-"""Finds the block size and the number of proposals that decode fastest.
+"""Finds the block size, of a draft with blocks, and the number of proposals that decode fastest.
 
 Two things decide the tokens per second: what a verify commits, and what a cycle costs. The first depends on text and
 draft, not on the machine: acceptance is recorded once at every anchor of the target's own answers (`anchors.py`), for
@@ -18,8 +18,9 @@ from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.bench.anchors import Anchored, anchored, replay
 from draftsmith.bench.decoders import DraftEntry, RunningDecoder, request
 from draftsmith.bench.options import BenchOptions
+from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Request
-from draftsmith.decoding.tuning import Tuning
+from draftsmith.decoding.tuning import Tuning, block_size_of, sized
 from draftsmith.drafts.config import DraftConfigError
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
@@ -28,10 +29,14 @@ from draftsmith.targets.target import Target
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cycle's cost depends on: slots of a block, and proposals that are verified."""
+    """What a cycle's cost depends on: slots of a block (None: the draft has none), and proposals that are verified."""
 
-    block_size: int
+    block_size: int | None
     num_proposals: int
+
+    def of(self, draft: Draft) -> Draft:
+        """The draft with blocks of this size."""
+        return sized(draft, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Candidate:
 
 
 def candidates(
-    texts: Mapping[int, Sequence[Anchored]],
+    texts: Mapping[int | None, Sequence[Anchored]],
     cycle_seconds: Mapping[Shape, float],
     *,
     batch_size: int = 1,
@@ -71,7 +76,7 @@ def candidates(
             )
         length = sum(lengths) / len(lengths)
         found.append(Candidate(shape, length, seconds, batch_size * length / seconds))
-    return sorted(found, key=lambda c: (-c.tokens_per_second, c.shape.num_proposals, c.shape.block_size))
+    return sorted(found, key=lambda c: (-c.tokens_per_second, c.shape.num_proposals, c.shape.block_size or 0))
 
 
 def shapes(draft: Draft, block_sizes: Sequence[int] | None = None) -> list[Shape]:
@@ -80,19 +85,28 @@ def shapes(draft: Draft, block_sizes: Sequence[int] | None = None) -> list[Shape
 
     Sizes that the draft's head has no room in are left out, unless `block_sizes` asks for them, which is an error.
     """
-    trained = draft.config.block_for("tune").size
-    wanted = block_sizes or sorted({max(2, round(trained * share)) for share in (1, 0.75, 0.5, 0.25)}, reverse=True)
     found = []
-    for size in wanted:
+    for size in block_sizes or _sizes(draft):
         try:
-            view = draft.with_block_size(size)
+            view = sized(draft, size)
             most = algorithm_for(view.config).num_proposals(view.config)
         except DraftConfigError:
             if block_sizes:
                 raise
             continue
-        found += [Shape(size, n) for n in sorted({max(1, round(most * s)) for s in (1, 0.75, 0.5, 0.25)}, reverse=True)]
+        found += [Shape(size, n) for n in _shares(most, least=1)]
     return found
+
+
+def _sizes(draft: Draft) -> list[int | None]:
+    """Block sizes to try, of a draft that has blocks; else just None."""
+    block = draft.config.block
+    return [None] if block is None else [*_shares(block.size, least=2)]
+
+
+def _shares(whole: int, least: int) -> list[int]:
+    """All of it, three quarters, half and a quarter, but at least so much: the largest first."""
+    return sorted({max(least, round(whole * share)) for share in (1, 0.75, 0.5, 0.25)}, reverse=True)
 
 
 def tune(
@@ -100,6 +114,7 @@ def tune(
     draft: Draft,
     prompts: Sequence[Sequence[int]],
     options: BenchOptions,
+    engine: EngineOptions | None = None,
     *,
     stop_token_ids: Sequence[int] = (),
     block_sizes: Sequence[int] | None = None,
@@ -108,59 +123,44 @@ def tune(
 ) -> Tuning:
     """Measures and chooses, for greedy decoding of `prompts` (token ids) at the first of `options.batch_size`.
 
-    block_sizes: those to try (None: `shapes` says). Raises `DraftsmithError` for no prompts, sampling options, or
-    engine options that leave proposals out.
+    engine: its options (None: the defaults). block_sizes: those to try (None: `shapes` says). Raises `DraftsmithError`
+    for no prompts, sampling options, or engine options that leave proposals out.
     """
-    if not prompts:
-        raise DraftsmithError("tune has no prompts; name some in `bench.prompts`")
-    if options.temperature > 0:
-        raise DraftsmithError(
-            f"bench.temperature is {options.temperature}, and tuning replays greedy answers; set it to 0"
-        )
-    for name in algorithm_for(draft.config).trimming_options:
-        if name in options.engine.proposer:
-            raise DraftsmithError(
-                f"bench.engine.proposer has {name}, which leaves proposals out of verifies of fixed width and so gains "
-                "no time; tuning is for whole blocks: leave it out"
-            )
-    if options.max_new_tokens < 2:
-        raise DraftsmithError("bench.max_new_tokens is 1, and the first token belongs to no verify; raise it")
-    batch_size = options.batch_size[0]
-    tried = shapes(draft, block_sizes)
+    engine = engine or EngineOptions()
+    _check(draft, prompts, options, engine)
+    batch_size, tried = options.batch_size[0], shapes(draft, block_sizes)
     rows = [list(prompt) for prompt in prompts]
     sizes = list(dict.fromkeys(shape.block_size for shape in tried))
     with (progress or SilentProgress()).stage("Tune", total=2 + len(sizes) + len(tried), unit="steps") as stage:
-        plain = RunningDecoder.of(target, None, options, batch_size)
+        plain = RunningDecoder.of(target, None, engine, batch_size)
         ask = request(rows, [0] * len(rows), options, stop_token_ids)
         answers = [generation.token_ids for generation in plain.timed(ask).generations]
         stage.advance()
-        texts: dict[int, list[Anchored]] = {}
+        texts: dict[int | None, list[Anchored]] = {}
         for size in sizes:
-            view = draft.with_block_size(size)
+            view = sized(draft, size)
             texts[size] = [anchored(target, view, p, a) for p, a in zip(rows, answers, strict=True)]
             stage.advance()
-        # A whole batch, also of fewer prompts: what is timed is a cycle of so many rows.
+        # A whole batch, also of fewer prompts: what is timed is a cycle of all its rows.
         batch = [rows[place % len(rows)] for place in range(batch_size)]
         few = request(batch, [0] * batch_size, options, stop_token_ids)
         plain_seconds = _cycle_seconds(plain, few, options.repeats)
         stage.advance()
         seconds: dict[Shape, float] = {}
         for shape in tried:
-            engine = options.engine.model_copy(update={"num_proposals": shape.num_proposals})
-            entry = DraftEntry("tuned", draft.with_block_size(shape.block_size), options=engine)
-            decoder = RunningDecoder.of(target, entry, options, batch_size)
+            own = engine.model_copy(update={"num_proposals": shape.num_proposals})
+            decoder = RunningDecoder.of(target, DraftEntry("tuned", shape.of(draft)), own, batch_size)
             seconds[shape] = _cycle_seconds(decoder, few, options.repeats)
             stage.advance()
     ranked = candidates(texts, seconds, batch_size=batch_size)
-    best = ranked[0]
-    plain_speed = batch_size / plain_seconds
+    best, plain_speed = ranked[0].shape, batch_size / plain_seconds
     for line in told(ranked, plain_speed):
         say(line)
     return Tuning(
         method=draft.config.architecture,
-        trained_block_size=draft.config.block_for("tune").size,
-        block_size=best.shape.block_size,
-        engine=options.engine.model_copy(update={"num_proposals": best.shape.num_proposals}),
+        trained_block_size=block_size_of(draft),
+        block_size=best.block_size,
+        engine=engine.model_copy(update={"num_proposals": best.num_proposals}),
         found={
             "target": str(target.source),
             "device": str(target.device),
@@ -170,6 +170,23 @@ def tune(
             "candidates": [candidate.to_json() for candidate in ranked],
         },
     )
+
+
+def _check(draft: Draft, prompts: Sequence[object], options: BenchOptions, engine: EngineOptions) -> None:
+    if not prompts:
+        raise DraftsmithError("tune has no prompts; name some in `bench.prompts`")
+    if options.temperature > 0:
+        raise DraftsmithError(
+            f"bench.temperature is {options.temperature}, and tuning replays greedy answers; set it to 0"
+        )
+    for name in algorithm_for(draft.config).trimming_options:
+        if name in engine.proposer:
+            raise DraftsmithError(
+                f"engine.proposer has {name}, which leaves proposals out of verifies of fixed width and so gains no "
+                "time; tuning is for whole blocks: leave it out"
+            )
+    if options.max_new_tokens < 2:
+        raise DraftsmithError("bench.max_new_tokens is 1, and the first token belongs to no verify; raise it")
 
 
 def _cycle_seconds(decoder: RunningDecoder, ask: Request, repeats: int) -> float:
@@ -190,9 +207,13 @@ def told(ranked: Sequence[Candidate], plain_speed: float) -> Iterable[str]:
     """The first five, a line each, and whether all of them are slower than plain decoding's tokens a second."""
     for place, found in enumerate(ranked[:5], start=1):
         yield (
-            f"{place}. blocks of {found.shape.block_size}, {found.shape.num_proposals} proposals: "
+            f"{place}. {_blocks(found.shape)}{found.shape.num_proposals} proposals: "
             f"{found.tokens_per_second:,.1f} tokens/s ({found.tokens_per_second / plain_speed:.2f} times plain), "
             f"accept length {found.accept_length:.2f}, {found.cycle_seconds * 1e3:.2f} ms a cycle"
         )
     if ranked[0].tokens_per_second < plain_speed:
         yield f"none is as fast as plain decoding ({plain_speed:,.1f} tokens/s): here the target decodes faster alone"
+
+
+def _blocks(shape: Shape) -> str:
+    return "" if shape.block_size is None else f"blocks of {shape.block_size}, "

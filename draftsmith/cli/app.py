@@ -11,6 +11,7 @@ from rich.console import Console
 
 from draftsmith.cli.option_rules import CHECKED_IMPORTS, import_request, refuse_together, refuse_without
 from draftsmith.cli.reporting import reporting, say
+from draftsmith.decoding.options import SamplingFields
 from draftsmith.errors import DraftsmithError
 
 # What imports torch is imported inside the commands, so that `draftsmith --help` answers at once.
@@ -35,6 +36,13 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, such as `train.lr=1e-4 run=runs/second`."),
 ]
+
+
+def sampling_help(field: str) -> str:
+    """What the recipe's sections say of this field."""
+    return SamplingFields.model_fields[field].description or ""
+
+
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Remove what this stage has made before, and make it anew.")]
 DraftOption = Annotated[
     Path | None,
@@ -228,9 +236,9 @@ def generate(
     tuned: TunedOption = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without a draft.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens with this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the so many likeliest tokens; 0: all.")] = 0,
+    temperature: Annotated[float, typer.Option(help=sampling_help("temperature"))] = 0.0,
+    top_p: Annotated[float, typer.Option(help=sampling_help("top_p"))] = 1.0,
+    top_k: Annotated[int, typer.Option(help=sampling_help("top_k"))] = 0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
 ) -> None:
     """Answers prompts with the target, speculatively: the target's own text, sooner.
@@ -241,15 +249,15 @@ def generate(
         about_drafts = {"--draft": draft is not None, "--tuned": tuned is not None}
         refuse_together("--plain", plain, about_drafts, "--plain decodes without a draft")
     with _workspace(recipe, overrides) as workspace:
+        from draftsmith.decoding.sampling import SamplingOptions
+
         workspace.generate(
             prompt or [sys.stdin.read().strip()],
             draft=draft,
             tuned=tuned,
             plain=plain,
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            sampling=SamplingOptions(temperature, top_p, top_k),
             seed=seed,
         )
 

@@ -127,6 +127,11 @@ class Engine:
         self.stepper.drafter = drafter
 
     @property
+    def width(self) -> int:
+        """Tokens in one verify."""
+        return self.stepper.width
+
+    @property
     def preparations(self) -> tuple[int, int]:
         """How often slots were made, and steps and passes prepared for graphs with the present ones: where it changed,
         a run took time for preparations."""

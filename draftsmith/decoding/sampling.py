@@ -5,32 +5,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from draftsmith.decoding.options import SamplingFields
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.vocabulary.noise import LEAST_TEMPERATURE
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen: temperature, then top-k, then top-p, then renormalised.
+class SamplingOptions(SamplingFields):
+    """How the tokens of a request are chosen. Raises `DraftsmithError` for values out of range."""
 
-    `temperature` 0 means greedy (the most likely token, ties to the lowest id); `top_k` 0 and `top_p` 1 mean off.
-    Raises `DraftsmithError` for values outside temperature >= 0, 0 <= top_k < 2^63, 0 < top_p <= 1. Greedy decoding
-    takes the most likely token, which no top-k or top-p removes, so they change nothing there.
-    """
+    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> None:
+        try:
+            super().__init__(temperature=temperature, top_p=top_p, top_k=top_k)
+        except ValidationError as error:
+            faults = (
+                f"{fault['loc'][0]} is {fault['input']!r}; {fault['msg'].removeprefix('Value error, ')}"
+                for fault in error.errors(include_url=False)
+            )
+            raise DraftsmithError("\n".join(faults)) from None
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    @classmethod
+    def of(cls, section: SamplingFields) -> "SamplingOptions":
+        """Those that a section says."""
+        return cls(section.temperature, section.top_p, section.top_k)
 
-    def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
-            raise DraftsmithError(f"temperature is {self.temperature!r}; it needs a number >= 0 (0 is greedy)")
-        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
-            raise DraftsmithError(f"top_p is {self.top_p!r}; it needs a number in (0, 1] (1 is off)")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**63:
-            raise DraftsmithError(f"top_k is {self.top_k!r}; it needs an integer from 0 (off) to 2^63 - 1")
+    # Every step compares its rows' options: these take a fraction of the time of pydantic's own.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SamplingOptions):
+            return NotImplemented
+        return self is other or self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
+
+    @property
+    def _values(self) -> tuple[float, float, int]:
+        return self.temperature, self.top_p, self.top_k
 
     @property
     def greedy(self) -> bool:
@@ -42,10 +54,6 @@ class SamplingOptions:
         """The temperature in the range of fp32. One that fp32 has no number for would give 0 / 0 or inf / inf; the
         nearest that can be divided by means the same."""
         return 0.0 if self.greedy else min(max(self.temperature, LEAST_TEMPERATURE), torch.finfo(torch.float32).max)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ VERSION = 1
 
 class Tuning(BaseModel):
     """Settings for one draft. method, trained_block_size: of the draft they are for; block_size: slots of the blocks to
-    run; engine: the engine's options that were measured, tuned or not; found: how they were found (not read by
-    decoding)."""
+    run (both None: it has no blocks); engine: the engine's options that were measured, tuned or not; found: how they
+    were found (not read by decoding)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: int = VERSION
     method: str
-    trained_block_size: int = Field(ge=2)
-    block_size: int = Field(ge=2)
+    trained_block_size: int | None = Field(ge=2)
+    block_size: int | None = Field(ge=2)
     engine: EngineOptions
     found: dict[str, Any] = {}
 
@@ -56,11 +56,23 @@ class Tuning(BaseModel):
 
         Raises `DraftsmithError` where the settings are for another draft.
         """
-        own = (draft.config.architecture, draft.config.block_for("tuned.json").size)
-        if own != (self.method, self.trained_block_size):
-            raise DraftsmithError(
-                f"the settings are for a {self.method} draft with blocks of {self.trained_block_size}, and this is a "
-                f"{own[0]} draft with blocks of {own[1]}; tune again for it"
-            )
+        if (draft.config.architecture, block_size_of(draft)) != (self.method, self.trained_block_size):
+            wanted = _named(self.method, self.trained_block_size)
+            found = _named(draft.config.architecture, block_size_of(draft))
+            raise DraftsmithError(f"the settings are for {wanted}, and this is {found}; tune again for it")
         proposer = (base or EngineOptions()).proposer | self.engine.proposer
-        return draft.with_block_size(self.block_size), self.engine.model_copy(update={"proposer": proposer})
+        return sized(draft, self.block_size), self.engine.model_copy(update={"proposer": proposer})
+
+
+def block_size_of(draft: Draft) -> int | None:
+    """Slots of the draft's blocks, None where it has none."""
+    return None if draft.config.block is None else draft.config.block.size
+
+
+def sized(draft: Draft, block_size: int | None) -> Draft:
+    """The draft with blocks of this size; as it is for None."""
+    return draft if block_size is None else draft.with_block_size(block_size)
+
+
+def _named(method: str, block_size: int | None) -> str:
+    return f"a {method} draft" + ("" if block_size is None else f" with blocks of {block_size}")

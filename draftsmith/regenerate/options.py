@@ -4,6 +4,8 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftsmith.decoding.options import SamplingFields
+
 
 class EndpointOptions(BaseModel):
     """Which server to ask, and how persistently."""
@@ -27,18 +29,13 @@ class EndpointOptions(BaseModel):
     )
 
 
-class RegenerateOptions(BaseModel):
+class RegenerateOptions(SamplingFields):
     """The recipe's `regenerate` section: how the target answers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset({"batch_size", "endpoint", "max_refused_share"})
     """Fields that answers do not depend on: how many are made at a time, or where."""
 
     max_new_tokens: int = Field(default=512, ge=1, description="The most tokens of one answer.")
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy.")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="1: off.")
-    top_k: int = Field(default=0, ge=0, description="0: off.")
     seed: int = Field(default=0, ge=0, description="For sampling: an answer depends on it and on its prompt alone.")
     batch_size: int = Field(default=16, ge=1, description="Prompts that the local engine answers at a time.")
     max_refused_share: float = Field(

@@ -11,6 +11,7 @@ from draftsmith.data.options import DataOptions
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.said import message_of
 from draftsmith.decoding.generate import generate
+from draftsmith.decoding.options import EngineOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate.answers import AnswerFile
 from draftsmith.regenerate.dialogue import Dialogue
@@ -64,6 +65,7 @@ def regenerate(
     progress: Progress | None = None,
     *,
     data: DataOptions | None = None,
+    engine: EngineOptions | None = None,
 ) -> RegenerateReport:
     """Writes the target's answers to `out`, a line a prompt in their order: {id, category?, messages,
     answer_token_ids?, finish_reason}.
@@ -72,7 +74,7 @@ def regenerate(
     Each turn is asked after the earlier ones and their answers; a conversation ends early with an answer that meets the
     length limit. With `options.endpoint` a server answers, and `target` may be None. Answers are appended and made
     durable batch by batch; a run that stopped goes on with what is missing, and a finished one changes nothing. `data`
-    holds the template settings, which training must share.
+    holds the template settings, which training must share. engine: options of the local engine.
 
     A prompt that gets no answer (it outgrows the target's window, a server refuses it or ends its answer otherwise than
     with a stop or at the limit) is left out, and noted in a file beside `out`; a later run asks it again.
@@ -110,7 +112,7 @@ def regenerate(
     if missing:
         with progress.stage("regenerate", total=len(missing), unit="prompts") as stage:
             if options.endpoint is None:
-                outcomes = _by_target(local, missing, options, data)
+                outcomes = _by_target(local, missing, options, data, engine or EngineOptions())
             else:
                 outcomes = _by_endpoint(options.endpoint, missing, options, data)
             for outcome in outcomes:
@@ -153,7 +155,7 @@ def _fitting(prompts: Sequence[Prompt], target: Target, data: DataOptions, refus
 
 
 def _by_target(
-    target: Target, prompts: Sequence[Prompt], options: RegenerateOptions, data: DataOptions
+    target: Target, prompts: Sequence[Prompt], options: RegenerateOptions, data: DataOptions, engine: EngineOptions
 ) -> Iterator[Outcome]:
     """Answers by the local engine, in batches of neighbours: prompts of like length stand side by side."""
     stops = stop_token_ids(target.tokenizer, target.model.generation_config)
@@ -169,7 +171,7 @@ def _by_target(
                 except PromptRefused as error:
                     refused[error.prompt_id] = error
             if questions:
-                counts = _answer(questions, target, options, data, stops)
+                counts = _answer(questions, target, options, data, stops, engine.without_draft())
                 tokens, unrendered = tokens + counts[0], unrendered + counts[1]
         records = [each.record() for each in batch if each.prompt.id not in refused]
         yield Outcome(records, tokens, tuple(refused.values()), unrendered)
@@ -181,6 +183,7 @@ def _answer(
     options: RegenerateOptions,
     data: DataOptions,
     stops: Sequence[int],
+    engine: EngineOptions,
 ) -> tuple[int, int]:
     """Has the local engine answer one question of each dialogue; returns the number of new tokens, and of answers that
     ended and whose text the chat template renders to other tokens."""
@@ -194,6 +197,7 @@ def _answer(
         top_k=options.top_k,
         stop_token_ids=stops,
         seed=[dialogue.seed(options.seed) for dialogue, _ in questions],
+        options=engine,
     )
     unrendered = 0
     for (dialogue, prompt_ids), generation in zip(questions, generations, strict=True):

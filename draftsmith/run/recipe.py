@@ -13,10 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from yaml import YAMLError
 
-from draftsmith.algorithms.registry import DraftSectionUnion
+from draftsmith.algorithms.registry import DraftSectionUnion, algorithm
 from draftsmith.bench.options import BenchOptions
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.data.options import DataOptions
+from draftsmith.decoding.options import EngineOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.export.options import ExportOptions
 from draftsmith.regenerate import RegenerateOptions
@@ -103,6 +104,7 @@ class Recipe(Section, RunFiles):
     train: TrainOptions = TrainOptions()
     track: TrackOptions = TrackOptions()
     export: ExportOptions = ExportOptions()
+    engine: EngineOptions = EngineOptions()
     bench: BenchOptions = BenchOptions()
 
     @field_validator("train")
@@ -114,6 +116,16 @@ class Recipe(Section, RunFiles):
             except DraftsmithError as error:
                 raise ValueError(str(error)) from error
         return train
+
+    @field_validator("engine")
+    @classmethod
+    def _the_method_has_these_options(cls, engine: EngineOptions, info: ValidationInfo) -> EngineOptions:
+        if "draft" in info.data and engine.proposer:
+            try:
+                algorithm(info.data["draft"].algorithm).parse_decoding(engine.proposer)
+            except DraftsmithError as error:
+                raise ValueError(f"engine.proposer: {error}") from error
+        return engine
 
     @field_validator("run", mode="before")
     @classmethod

@@ -6,6 +6,7 @@ from typing import Any
 
 from draftsmith.blocks.accept import counted_verifies
 from draftsmith.decoding.generate import generate
+from draftsmith.decoding.options import EngineOptions
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 
@@ -16,13 +17,14 @@ def by_generating(
     *,
     max_new_tokens: int,
     stop_token_ids: Sequence[int] = (),
+    engine: EngineOptions | None = None,
     busy: AbstractContextManager[Any] | None = None,
 ) -> Callable[[Draft], dict[str, float]]:
     """A function for `train(evaluate_generate=...)`: greedy answers to `prompts` (token ids), decoded speculatively.
 
     It returns `accept_length`, the tokens committed per verify (`blocks.accept.counted_verifies`), and `tokens`, how
     many were made; just `tokens` where no verify counts.
-    busy: held while the target runs, where another thread uses it too.
+    engine: its options. busy: held while the target runs, where another thread uses it too.
     """
     turn: AbstractContextManager[Any] = busy if busy is not None else nullcontext()
 
@@ -35,6 +37,7 @@ def by_generating(
                 [list(prompt) for prompt in prompts],
                 max_new_tokens=max_new_tokens,
                 stop_token_ids=tuple(stop_token_ids),
+                options=engine,
             )
         lengths = [n for one in answers for n in counted_verifies(one.accept_lengths, one.finish_reason)]
         numbers = {"tokens": float(sum(len(answer.token_ids) for answer in answers))}

@@ -24,7 +24,9 @@ from draftsmith.data.chat import answer_text, render_prompt, stop_token_ids
 from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import SHIPPED_PROMPTS
 from draftsmith.data.prompts import find_prompts
-from draftsmith.decoding.generate import Generation, generate
+from draftsmith.decoding.engine import Engine
+from draftsmith.decoding.request import Generation, Request
+from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.decoding.tuning import Tuning
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
@@ -81,7 +83,9 @@ class Workspace(StoreStages):
 
         def work() -> None:
             target = None if recipe.regenerate.endpoint is not None else self.target
-            report = regenerate(target, prompts, out, recipe.regenerate, self.progress, data=recipe.data)
+            report = regenerate(
+                target, prompts, out, recipe.regenerate, self.progress, data=recipe.data, engine=recipe.engine
+            )
             self.say(f"answers: {report.line()}")
             if report.refused:
                 self.say(f"answers: {report.refused:,} prompts have none; {report.refusals_path} says why")
@@ -182,7 +186,7 @@ class Workspace(StoreStages):
         for name, directory in zip(draft_names(directories), directories, strict=True):
             loaded, options = self.load_draft(directory if drafts else None), None
             if tuning is not None:
-                loaded, options = tuning.apply(loaded, recipe.bench.engine)
+                loaded, options = tuning.apply(loaded, recipe.engine)
             entries.append(DraftEntry(name, loaded, directory, options))
 
         def work() -> None:
@@ -192,6 +196,7 @@ class Workspace(StoreStages):
                 prompts,
                 recipe.bench,
                 self._chat,
+                recipe.engine,
                 stop_token_ids=self.stop_ids,
                 progress=self.progress,
             )
@@ -203,7 +208,7 @@ class Workspace(StoreStages):
             "format": VERSION,
             "machine": machine(self.target.device),
             "prompts": [asdict(prompt) for prompt in prompts],
-            **self._settings("bench", "target", "bench"),
+            **self._settings("bench", "target", "bench", "engine"),
             "data": self._template_settings(),
         }
         self._perform("bench", settings, recipe.bench_json, work, fresh=fresh, redo=True)
@@ -226,6 +231,7 @@ class Workspace(StoreStages):
             loaded,
             [self._chat.prompt_ids(prompt, 0, []) for prompt in prompts],
             recipe.bench,
+            recipe.engine,
             stop_token_ids=self.stop_ids,
             block_sizes=block_sizes,
             progress=self.progress,
@@ -237,21 +243,34 @@ class Workspace(StoreStages):
         return tuning
 
     def generate(
-        self, texts: Sequence[str], *, draft: Path | None, plain: bool, tuned: Path | None = None, **sampling: Any
+        self,
+        texts: Sequence[str],
+        *,
+        draft: Path | None,
+        plain: bool,
+        tuned: Path | None = None,
+        max_new_tokens: int,
+        sampling: SamplingOptions,
+        seed: int,
     ) -> list[Generation]:
-        """Answers to `texts`, printed one after the other; `sampling` as for `draftsmith.generate`."""
+        """Answers to `texts`, printed one after the other."""
         one_process("generate")
         if not all(text.strip() for text in texts):
             raise DraftsmithError("a prompt is empty; ask something with --prompt, or on standard input")
         tuning = None if tuned is None else Tuning.read(tuned)
-        loaded, options = None if plain else self.load_draft(draft), None
-        if tuning is not None and loaded is not None:
-            loaded, options = tuning.apply(loaded)
+        loaded, options = None if plain else self.load_draft(draft), self.recipe.engine
+        if loaded is None:
+            options = options.without_draft()
+        elif tuning is not None:
+            loaded, options = tuning.apply(loaded, options)
         messages = [[{"role": "user", "content": text}] for text in texts]
         tokenizer = self.target.tokenizer
         prompts = [render_prompt(message, tokenizer, self.recipe.data) for message in messages]
+        request = Request.of(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_token_ids=self.stop_ids, seed=seed
+        )
         start = time.perf_counter()
-        generations = generate(self.target, loaded, prompts, stop_token_ids=self.stop_ids, options=options, **sampling)
+        generations = Engine(self.target, loaded, options).decode(request)
         seconds = time.perf_counter() - start
         print("\n\n".join(answer_text(generation.token_ids, tokenizer) for generation in generations))
         tokens = sum(len(generation.token_ids) for generation in generations)
@@ -289,6 +308,7 @@ class Workspace(StoreStages):
             [self._chat.prompt_ids(prompt, 0, []) for prompt in prompts],
             max_new_tokens=recipe.train.eval_prompt_tokens,
             stop_token_ids=self.stop_ids,
+            engine=recipe.engine,
             busy=busy,
         )
 
@@ -339,7 +359,7 @@ def _proposes_all(bench: Mapping[str, Any]) -> bool:
     """Whether a benchmark with these settings let drafts propose whole blocks, as far as the settings say: those of
     `tune`, fewer proposals, and a method's own options (a threshold, say) make shorter accept lengths. A stamp that is
     older than an option does not say it, and nothing was held back by it then."""
-    engine = bench["bench"].get("engine", {})
+    engine = bench.get("engine") or bench["bench"].get("engine", {})  # an older stamp's lie below `bench`
     return bench.get("tuned") is None and engine.get("num_proposals") is None and not engine.get("proposer")
 
 

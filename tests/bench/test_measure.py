@@ -181,8 +181,9 @@ def test_rows_that_wait_give_the_same_answers(target, drafts, chat, measured):
 
 
 def test_fewer_proposals_by_the_engine_options(target, drafts, chat):
-    options = BenchOptions(max_new_tokens=9, engine=EngineOptions(num_proposals=1), warmup=0, shown=0)
-    found = bench(target, drafts[1:], PROMPTS[:1], options, chat)
+    options = BenchOptions(max_new_tokens=9, warmup=0, shown=0)
+    found = bench(target, drafts[1:], PROMPTS[:1], options, chat, EngineOptions(num_proposals=1))
+    assert found.setting["engine"]["num_proposals"] == 1
     assert found.drafts[0].proposals == 1
     assert max(found.answers_of("wide", 1)[0].accept_lengths) <= 2
 

@@ -122,8 +122,8 @@ def test_the_whole_way_to_a_file_that_decoding_reads(target, tmp_path):
     draft = draft_of(target, "dspark", block_size=4)
     said = []
     engine = EngineOptions(context_bucket=64, proposer={"rollout": "plain"})
-    options = BenchOptions(max_new_tokens=6, batch_size=2, engine=engine)
-    found = tune(target, draft, PROMPTS, options, block_sizes=[2], say=said.append)
+    options = BenchOptions(max_new_tokens=6, batch_size=2)
+    found = tune(target, draft, PROMPTS, options, engine, block_sizes=[2], say=said.append)
     tried = {(c["block_size"], c["num_proposals"]) for c in found.found["candidates"]}
     assert tried == {(2, 2), (2, 1)}
     assert said[0].startswith(f"1. blocks of {found.block_size}, {found.engine.num_proposals} proposals")
@@ -179,9 +179,9 @@ def test_shapes_to_try(target):
         tune(target, draft_of(target, "dflash"), PROMPTS, BenchOptions(temperature=1.0))
     with pytest.raises(DraftsmithError, match=r"bench\.max_new_tokens is 1"):
         tune(target, draft_of(target, "dflash"), PROMPTS, BenchOptions(max_new_tokens=1))
-    trimming = BenchOptions(engine=EngineOptions(proposer={"min_survival": 0.2}))
+    trimming = EngineOptions(proposer={"min_survival": 0.2})
     with pytest.raises(DraftsmithError, match="min_survival, which leaves proposals out"):
-        tune(target, draft_of(target, "dspark"), PROMPTS, trimming)
+        tune(target, draft_of(target, "dspark"), PROMPTS, BenchOptions(), trimming)
 
 
 @pytest.mark.parametrize(("plain_speed", "slower"), [(90.0, False), (110.5, True)])

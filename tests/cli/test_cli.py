@@ -286,7 +286,11 @@ def test_an_empty_prompt_is_refused(done):
 
 
 def test_sampling_options_out_of_range(done):
-    assert "temperature" in fails("generate", done, "-p", "x", "--temperature", -1)
+    assert "temperature is -1.0; it needs a number >= 0" in fails("generate", done, "-p", "x", "--temperature", -1)
+    assert "num_proposals is 99" in fails("generate", done, "-p", "x", "engine.num_proposals=99")
+    assert "no decoding options of its own; remove speed" in fails(
+        "generate", done, "-p", "x", "engine.proposer.speed=9"
+    )
     assert "max_new_tokens" in fails("generate", done, "-p", "x", "--max-new-tokens", 0)
 
 

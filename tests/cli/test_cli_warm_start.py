@@ -160,7 +160,7 @@ def test_the_card_quotes_no_benchmark_that_held_proposals_back(done, tmp_path):
     assert status == 0, said
     for options, length in (
         (("--tuned", tuned), "not measured"),
-        (("bench.engine.num_proposals=1",), "not measured"),
+        (("engine.num_proposals=1",), "not measured"),
         ((), r"\d\.\d\d tokens a verify on .*"),
     ):
         status, _, said = run("bench", done, *options, "bench.max_new_tokens=8")
@@ -169,7 +169,7 @@ def test_the_card_quotes_no_benchmark_that_held_proposals_back(done, tmp_path):
         assert re.search(rf"\| accept length, measured \| {length} \|", card.read_text()), options
     quoted, stamp = card.read_text(), directory / "stages" / "bench.json"
     content = json.loads(stamp.read_text())
-    del content["settings"]["tuned"], content["settings"]["bench"]["engine"]  # from before there were these
+    del content["settings"]["tuned"], content["settings"]["engine"]  # from before there were these
     stamp.write_text(json.dumps(content))
     walk(done, "export")
     assert card.read_text() == quoted

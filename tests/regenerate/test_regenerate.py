@@ -14,6 +14,7 @@ from draftsmith.data.conversations import read_conversations
 from draftsmith.data.options import DataOptions
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.tokenize import tokenize_all
+from draftsmith.decoding.options import EngineOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate import RegenerateOptions, regenerate
 from draftsmith.targets.target import Target
@@ -139,6 +140,26 @@ def test_answers_do_not_depend_on_batches(target: Target, tmp_path: Path, temper
         options = OPTIONS.model_copy(update={"batch_size": size, "temperature": temperature})
         regenerate(target, PROMPTS, files[-1], options)
     assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+
+
+def test_the_engine_s_options_reach_it_and_change_nothing(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    forward = Target.forward
+
+    def spy(self: Target, input_ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> Any:
+        seen.add(input_ids.shape[1])
+        return forward(self, input_ids, positions, **options)
+
+    monkeypatch.setattr(Target, "forward", spy)
+    regenerate(target, PROMPTS, tmp_path / "a.jsonl", OPTIONS)
+    assert max(seen) > 2
+    seen.clear()
+    engine = EngineOptions(prefill_chunk=2, num_proposals=3, proposer={"rollout": "plain"})  # the draft's do not matter
+    regenerate(target, PROMPTS, tmp_path / "b.jsonl", OPTIONS, engine=engine)
+    assert max(seen) == 2
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
 def test_sampling_settings_change_the_answers(target: Target, tmp_path: Path) -> None:

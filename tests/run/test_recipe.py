@@ -152,10 +152,45 @@ def test_unknown_keys_name_section_and_nearest_key(fields, said):
         ({key: MINIMAL[key] for key in ("run", "draft")}, "target is missing"),
         ({**MINIMAL, "target": {}}, "target.path is missing"),
         (with_value("draft", "objective", {"weighting": {"kind": "decoy"}}), "draft.objective.weighting"),
+        (with_value("bench", "temperature", -1), "bench.temperature is -1: it needs a number >= 0 (0 is greedy)"),
+        (with_value("regenerate", "top_k", 0.5), "regenerate.top_k is 0.5: it needs an integer from 0 (off)"),
+        (with_value("bench", "engine", {"slots": 2}), "`bench.engine` is now the section `engine` at the top"),
+        (
+            with_value("engine", "proposer", {"threshold": 0.5}),
+            "engine.proposer: dflash has no decoding options of its own; remove threshold=0.5",
+        ),
+        (
+            with_value("engine", "proposer", {"num_proposals": 2}),
+            "engine.proposer: num_proposals",
+        ),
     ],
 )
 def test_wrong_values_name_field_value_and_what_is_allowed(fields, said):
     assert said in refusal(fields)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "said"),
+    [
+        ("domino", {"token_table": True}, None),
+        (
+            "domino",
+            {"token_tabel": True},
+            "unknown field 'token_tabel' in the decoding options of domino",
+        ),
+        ("domino", {"rollout": "fast"}, "rollout is 'fast'; input should be 'auto', 'plain', 'dense' or 'pruned'"),
+        ("dspark", {"min_survival": 0.5}, None),
+        ("dspark", {"min_survival": 2}, "min_survival is 2"),
+        ("dspark", {"token_table": True}, "allowed: rollout, tensor_parallel, min_survival"),
+        ("dta", {"rollout": "plain"}, "dta has no decoding options of its own; remove rollout='plain'"),
+    ],
+)
+def test_options_of_the_draft_s_method_are_checked_before_anything_is_loaded(algorithm, options, said):
+    fields = with_value("draft", "algorithm", algorithm) | {"engine": {"proposer": options}}
+    if said is None:
+        assert parse_recipe(fields).engine.proposer == options
+    else:
+        assert said in refusal(fields)
 
 
 def test_an_unknown_algorithm_names_the_known_ones():
