@@ -1,0 +1,64 @@
+"""Tiny random targets of any type that transformers has, by their configuration's name."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftsmith.targets.target import Target
+
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS,
+    "qwen3_next": _DELTA | _EXPERTS,
+    "olmo_hybrid": _DELTA | {"linear_allow_neg_eigval": True},
+}
+"""model type -> fields of its configuration beyond the sizes that all share."""
+
+
+def tiny_model_of(model_type: str, *, seed: int = 0, **fields: Any) -> Any:
+    """A random causal LM of a type, in fp32. Its weights are larger than a fresh model's and no norm is all ones, so
+    that every part matters."""
+    config = AutoConfig.for_model(model_type, **(_SIZES | MODELS[model_type] | fields))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).eval().float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.2)
+                else:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def tiny_target_of(model_type: str, **fields: Any) -> Target:
+    """`tiny_model_of`, as a target."""
+    return Target.from_model(tiny_model_of(model_type, **fields))
