@@ -120,25 +120,28 @@ class DecodingState:
             invalid_draft=self.invalid_draft,
         )
 
-    def prompt(self, width: int) -> tuple[Tensor, Tensor]:
-        """The next `width` tokens of each prompt: ids and positions, both [slots, width] int64."""
-        positions = self.read[:, None] + torch.arange(width, device=self.read.device)
-        return self.tokens.gather(1, positions), positions
+    def prompt(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The next `width` tokens of each prompt: ids and positions, both [slots, width] int64, and how many of them
+        are the prompt's own [slots] int64; the rest is padding."""
+        return slot_state.read_prompt(self.tokens, self.length, self.read, width=width)
 
     @property
     def committed(self) -> Tensor:
         """How many tokens the last commit appended to each row [slots] int64."""
         return self.report[:, COMMITTED]
 
-    def open(self, *, width: int, ids: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    def open(self, *, width: int, own: int, ids: int, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a step begins with, all int64: anchors [slots], the positions of the last tokens; ids [slots, ids], the
-        last token and then zeros; and the positions of the verify [slots, width], all below `window`.
+        last token and then zeros; the positions of the verify [slots, width], all below `window`; and how many of its
+        tokens are a row's own [slots]: at most `own`, 0 in finished rows.
 
         A token at the last position of the target's window decides nothing any more, so all that would lie beyond it
-        is said to be there. Several tokens may then fall on that one position; whichever of them its cache entries
-        come from, no query that counts sees them.
+        is said to be there, and is not the row's own. Several tokens may then fall on that one position; whichever of
+        them its cache entries come from, no query that counts sees them.
         """
-        return slot_state.open_step(self.tokens, self.length, width=width, block=ids, filler=0, window=window)
+        return slot_state.open_step(
+            self.tokens, self.length, self.finished, width=width, own=own, block=ids, filler=0, window=window
+        )
 
     def mark_draft(self, states: Tensor) -> None:
         """Marks rows whose states of the draft [slots, ...] are not finite."""

@@ -18,6 +18,7 @@ from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distributi
 from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.cache import TargetCache
 from draftsmith.targets.ends import TokenChoice
 from draftsmith.targets.target import Target, TargetStates
 
@@ -49,12 +50,13 @@ class Stepper:
         state, sampling = slots.state, slots.state.sampling(bounds)
         window = self.target.max_position_embeddings
         if self.drafter is None:
-            _, ids, positions = state.open(width=self.width, ids=self.width, window=window)
-            states = self._run_target(slots, ids, positions, extent, final_state=True, tentative=True)
+            _, ids, positions, valid = state.open(width=self.width, own=1, ids=self.width, window=window)
+            cache = slots.target_cache.view(extent)
+            states = self._run_target(cache, ids, positions, valid, final_state=True, tentative=True)
             self._commit(state, _present(states.final_state), None, sampling)
-            slots.target_cache.keep(state.committed)
+            cache.keep(state.committed)
             return
-        anchors, anchor, positions = state.open(width=self.width, ids=1, window=window)
+        anchors, anchor, positions, valid = state.open(width=self.width, own=self.width, ids=1, window=window)
         sampler = RowSampler(sampling, state.seeds, anchors)
         proposals = self.drafter.propose(_present(slots.draft), anchors, anchor[:, 0], extent, sampler)
         if proposals.parents is not None:
@@ -62,9 +64,10 @@ class Stepper:
         if proposals.states is not None:
             state.mark_draft(proposals.states)
         ids = torch.cat((anchor, proposals.token_ids), dim=1)  # [slots, w]
-        states = self._run_target(slots, ids, positions, extent, final_state=True, tentative=True)
+        cache = slots.target_cache.view(extent)
+        states = self._run_target(cache, ids, positions, valid, final_state=True, tentative=True)
         self._commit(state, _present(states.final_state), proposals, sampling)
-        slots.target_cache.keep(state.committed)
+        cache.keep(state.committed)
         self.drafter.update(_present(slots.draft), ids, states, anchors, state.committed)
 
     @torch.no_grad()
@@ -73,20 +76,18 @@ class Stepper:
         read, and no position after this pass exceeds `extent`.
 
         bounds: of the rows whose prompt ends in this pass; they get their first token, and are in work from now on.
-        None: there are none. Rows that end earlier are padded; what that leaves in the caches lies past the row's
-        length and is overwritten in time.
+        None: there are none. Rows that end earlier are padded, with tokens that are not their own.
         """
         state = slots.state
-        ids, positions = state.prompt(width)
-        left = state.length - state.read  # of the prompt
-        valid = left.clamp(max=width)
+        ids, positions, valid = state.prompt(width)
         final_state = bounds is not None or self._wants.final_state
-        states = self._run_target(slots, ids, positions, extent, final_state=final_state, valid=valid)
+        cache = slots.target_cache.view(extent)
+        states = self._run_target(cache, ids, positions, valid, final_state=final_state, tentative=False)
         if self.drafter is not None:
             self.drafter.read(_present(slots.draft), ids, states, state.read, valid)
         if bounds is not None:
             final = _present(states.final_state)
-            ending = left <= width
+            ending = state.length - state.read <= width
             last = final.gather(1, (valid - 1).view(-1, 1, 1).expand(-1, 1, final.shape[-1]))  # [slots, 1, H]
             state.finished.logical_and_(~ending)
             choice = self._choose(state, last, state.sampling(bounds))
@@ -100,26 +101,13 @@ class Stepper:
         return StatesWanted() if self.drafter is None else self.drafter.wants
 
     def _run_target(
-        self,
-        slots: Slots,
-        ids: Tensor,
-        positions: Tensor,
-        extent: int,
-        *,
-        final_state: bool,
-        valid: Tensor | None = None,
-        tentative: bool = False,
+        self, cache: TargetCache, ids: Tensor, positions: Tensor, valid: Tensor, *, final_state: bool, tentative: bool
     ) -> TargetStates:
-        """Target states of ids [slots, w] at positions [slots, w], all below `extent`, with those that the drafter
-        wants. valid and tentative: as for `Target.forward`."""
+        """Target states of ids [slots, w] at positions [slots, w], with those that the drafter wants. valid and
+        tentative: as for `Target.forward`."""
+        taps = self._wants.tap_ids
         return self.target.forward(
-            ids,
-            positions,
-            tap_ids=self._wants.tap_ids,
-            final_state=final_state,
-            cache=slots.target_cache.view(extent),
-            valid=valid,
-            tentative=tentative,
+            ids, positions, tap_ids=taps, final_state=final_state, cache=cache, valid=valid, tentative=tentative
         )
 
     def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> TokenChoice:

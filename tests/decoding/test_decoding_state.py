@@ -111,9 +111,12 @@ def test_finished_rows_do_not_change() -> None:
 def test_verify_positions_stay_in_the_window() -> None:
     rows = Rows([[1, 2, 3], [1]], 6, [], window=5)
     rows.commit([[4, 5, 6, 7], [4, 5, 6, 7]], [1, 1])
-    anchors, ids, positions = rows.state.open(width=WIDTH, ids=3, window=5)
+    anchors, ids, positions, valid = rows.state.open(width=WIDTH, own=WIDTH, ids=3, window=5)
     assert positions.tolist() == [[3, 4, 4, 4], [1, 2, 3, 4]]
     assert anchors.tolist() == [3, 1]
+    assert valid.tolist() == [2, 4]
+    rows.state.finished[1] = True
+    assert rows.state.open(width=WIDTH, own=1, ids=3, window=5)[3].tolist() == [1, 0]
     assert ids.tolist() == [[4, 0, 0], [4, 0, 0]]
 
 

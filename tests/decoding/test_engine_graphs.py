@@ -126,9 +126,9 @@ def test_a_pass_whose_place_the_host_froze_is_seen(
 ) -> None:
     """Mutated: a replayed pass reads the tokens that stood at the place of the captured one."""
 
-    def frozen(self: DecodingState, width: int) -> tuple[Tensor, Tensor]:
+    def frozen(self: DecodingState, width: int) -> tuple[Tensor, Tensor, Tensor]:
         positions = torch.arange(width).expand(len(self.read), -1) + int(self.read[0])
-        return self.tokens.gather(1, positions), positions
+        return self.tokens.gather(1, positions), positions, (self.length - self.read).clamp(max=width)
 
     monkeypatch.setattr(DecodingState, "prompt", frozen)
     options: dict[str, object] = {"slots": 1, "max_length": 150, "prefill_chunk": 8}

@@ -98,28 +98,45 @@ def place_rows(packed: Tensor, first: int, stops: int, **state: Tensor) -> None:
     run(packed, first, stops, **state)
 
 
+def read_prompt_reference(tokens: Tensor, length: Tensor, read: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain PyTorch for `read_prompt`."""
+    positions = read[:, None] + torch.arange(width, device=read.device)
+    return tokens.gather(1, positions), positions, (length - read).clamp(max=width)
+
+
+def read_prompt(tokens: Tensor, length: Tensor, read: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The next `width` tokens of each row: ids and positions [slots, width], from read [slots] on, and how many of them
+    are the row's own [slots] (all lie below its length). All int64."""
+    run = read_prompt_reference
+    if length.is_cuda:
+        from draftsmith.kernels.state.slot_state_triton import read_prompt as run
+    return run(tokens, length, read, width=width)
+
+
 def open_step_reference(
-    tokens: Tensor, length: Tensor, *, width: int, block: int, filler: int, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    tokens: Tensor, length: Tensor, finished: Tensor, *, width: int, own: int, block: int, filler: int, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plain PyTorch for `open_step`."""
     anchor = length - 1
     anchor_ids = tokens.gather(1, anchor[:, None])  # [slots, 1]
     first = torch.arange(block, device=length.device) == 0
     ids = torch.where(first, anchor_ids, filler)
     positions = (anchor[:, None] + torch.arange(width, device=length.device)).clamp(max=window - 1)
-    return anchor, ids, positions
+    valid = (window - anchor).clamp(max=own).masked_fill(finished, 0)
+    return anchor, ids, positions, valid
 
 
 def open_step(
-    tokens: Tensor, length: Tensor, *, width: int, block: int, filler: int, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    tokens: Tensor, length: Tensor, finished: Tensor, *, width: int, own: int, block: int, filler: int, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a step begins with: each row's anchor, the position of its last token [slots]; the ids of its block
-    [slots, block], the last token and then `filler`; and the positions of its verify [slots, width], from the anchor
-    on, none of them past window - 1. All int64."""
+    [slots, block], the last token and then `filler`; the positions of its verify [slots, width], from the anchor on,
+    none of them past window - 1; and how many of the verify's tokens are the row's own [slots]: `own`, but none past
+    the window, and 0 in finished rows. All int64."""
     run = open_step_reference
     if length.is_cuda:
         from draftsmith.kernels.state.slot_state_triton import open_step as run
-    return run(tokens, length, width=width, block=block, filler=filler, window=window)
+    return run(tokens, length, finished, width=width, own=own, block=block, filler=filler, window=window)
 
 
 def mark_not_finite_reference(states: Tensor, finished: Tensor, invalid: Tensor) -> None:

@@ -71,10 +71,35 @@ def place_rows(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["width"])  # one program for prompts of any length
+def _read_kernel(  # type: ignore[no-untyped-def]
+    tokens_ptr, length_ptr, read_ptr, ids_ptr, positions_ptr, valid_ptr, tokens_stride, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64)
+    first = tl.load(read_ptr + slot)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < width
+    ids = tl.load(tokens_ptr + slot * tokens_stride + first + index, mask=inside, other=0)
+    tl.store(ids_ptr + slot * width + index, ids, mask=inside)
+    tl.store(positions_ptr + slot * width + index, first + index, mask=inside)
+    tl.store(valid_ptr + slot, tl.minimum(tl.load(length_ptr + slot) - first, width))
+
+
+def read_prompt(tokens: Tensor, length: Tensor, read: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `slot_state.read_prompt`."""
+    slots, block = len(length), 512
+    ids, positions = length.new_empty(slots, width), length.new_empty(slots, width)
+    valid = torch.empty_like(length, memory_format=torch.contiguous_format)
+    _read_kernel[(slots, triton.cdiv(width, block))](
+        tokens, length, read, ids, positions, valid, tokens.stride(0), width, BLOCK=block, num_warps=4
+    )
+    return ids, positions, valid
+
+
 @triton.jit
 def _open_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, length_ptr, anchor_ptr, ids_ptr, positions_ptr, tokens_stride, filler, window,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    tokens_ptr, length_ptr, finished_ptr, anchor_ptr, ids_ptr, positions_ptr, valid_ptr, tokens_stride, filler, window,
+    WIDTH: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     anchor = tl.load(length_ptr + slot) - 1
@@ -85,20 +110,22 @@ def _open_kernel(  # type: ignore[no-untyped-def]
     tl.store(ids_ptr + slot * BLOCK + index, ids, mask=index < BLOCK)
     positions = tl.minimum(anchor + index, window - 1)
     tl.store(positions_ptr + slot * WIDTH + index, positions, mask=index < WIDTH)
+    finished = tl.load(finished_ptr + slot).to(tl.int32)
+    tl.store(valid_ptr + slot, tl.where(finished > 0, 0, tl.minimum(window - anchor, OWN)))
 
 
 def open_step(
-    tokens: Tensor, length: Tensor, *, width: int, block: int, filler: int, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    tokens: Tensor, length: Tensor, finished: Tensor, *, width: int, own: int, block: int, filler: int, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `slot_state.open_step`."""
     slots = len(length)
-    anchor, ids = torch.empty_like(length, memory_format=torch.contiguous_format), length.new_empty(slots, block)
-    positions = length.new_empty(slots, width)
+    anchor, valid = (torch.empty_like(length, memory_format=torch.contiguous_format) for _ in range(2))
+    ids, positions = length.new_empty(slots, block), length.new_empty(slots, width)
     _open_kernel[(slots,)](
-        tokens, length, anchor, ids, positions, tokens.stride(0), filler, window,
-        WIDTH=width, BLOCK=block, SPAN=triton.next_power_of_2(max(width, block)), num_warps=1,
+        tokens, length, finished, anchor, ids, positions, valid, tokens.stride(0), filler, window,
+        WIDTH=width, OWN=own, BLOCK=block, SPAN=triton.next_power_of_2(max(width, block)), num_warps=1,
     )  # fmt: skip
-    return anchor, ids, positions
+    return anchor, ids, positions, valid
 
 
 @triton.jit

@@ -115,16 +115,37 @@ def test_commit_changes_its_own_slots_only() -> None:
     assert not torch.equal(whole["length"], before["length"])
 
 
-@pytest.mark.parametrize(("width", "block"), [(1, 1), (7, 7), (4, 16), (9, 8)])
-def test_open_step(width: int, block: int) -> None:
+@pytest.mark.parametrize(("width", "own", "block"), [(1, 1, 1), (7, 7, 7), (4, 1, 16), (9, 9, 8)])
+def test_open_step(width: int, own: int, block: int) -> None:
     state = random_state(width, 3)
-    options = {"width": width, "block": block, "filler": 77, "window": 25}
-    for expected, found in zip(
-        slot_state.open_step_reference(state["tokens"], state["length"], **options),
-        slot_state_triton.open_step(state["tokens"], state["length"], **options),
-        strict=True,
-    ):
-        assert torch.equal(found, expected)
+    options = {"width": width, "own": own, "block": block, "filler": 77, "window": 25}
+    inputs = state["tokens"], state["length"], state["finished"]
+    expected = slot_state.open_step_reference(*inputs, **options)
+    for wanted, found in zip(expected, slot_state_triton.open_step(*inputs, **options), strict=True):
+        assert torch.equal(found, wanted)
+    rows = zip(expected[3].tolist(), expected[0].tolist(), state["finished"].tolist(), strict=True)
+    for valid, anchor, finished in rows:
+        assert valid == (0 if finished else min(own, 25 - anchor))
+    assert 0 in expected[3]
+
+
+@pytest.mark.parametrize("width", [1, 6, 700])
+def test_read_prompt(width: int) -> None:
+    tokens = torch.randint(99, (SLOTS, 1500), device=DEVICE)
+    length = torch.randint(1, 800, (SLOTS,), device=DEVICE)
+    read = torch.randint(0, 799, (SLOTS,), device=DEVICE).clamp(max=length - 1)
+    whole = [tensor.clone() for tensor in (tokens, length, read)]
+    part = [tensor[2:8] for tensor in (tokens, length, read)]
+    expected = slot_state.read_prompt_reference(*part, width=width)
+    for wanted, found in zip(expected, slot_state_triton.read_prompt(*part, width=width), strict=True):
+        assert torch.equal(found, wanted)
+    ids, positions, valid = expected
+    for row, (first, end) in enumerate(zip(read[2:8].tolist(), length[2:8].tolist(), strict=True)):
+        own = min(width, end - first)
+        assert valid[row] == own
+        assert ids[row, :own].tolist() == tokens[2 + row, first : first + own].tolist()
+        assert positions[row].tolist() == list(range(first, first + width))
+    assert all(map(torch.equal, (tokens, length, read), whole))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
