@@ -15,6 +15,10 @@ class CaptureBackend(Protocol):
         """For every sample, in order: name -> [S, width], in any float dtype, all on one device."""
         ...
 
+    def close(self) -> None:
+        """Let go of what the backend holds beside the target: an engine, connections."""
+        ...
+
 
 class CaptureTarget(Protocol):
     """What a capture needs to know of a target: a loaded `Target`, or its outline where an engine runs it."""

@@ -21,6 +21,9 @@ class HfBackend:
         self.target = target
         self.layout = layout
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def features(self, samples: Sequence[Sample]) -> list[dict[str, Tensor]]:
         """As `CaptureBackend.features`: the target's dtype, on its device, as views of the padded batch."""
         input_ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True).to(self.target.device)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.capture.backend import CaptureTarget
-from draftsmith.capture.backends import BACKENDS
+from draftsmith.capture.backends import BACKENDS, check_backend
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.plan import estimate_size, finished_samples, plan_batches
 from draftsmith.capture.refusals import Refusals, accept
@@ -50,10 +50,12 @@ class OnlineFeatures:
         cache: Path | str | None = None,
     ) -> None:
         refusals = Refusals(len(samples), options.max_refused_share)
-        self._samples = accept(samples, target.vocab_size, target.max_position_embeddings, refusals)
-        refusals.check_share()
         self._layout = replace(layout, dtype=STORE_DTYPES[options.dtype])
+        longest = BACKENDS[options.backend].longest(target, self._layout, options)
+        self._samples = accept(samples, target.vocab_size, longest, refusals)
+        refusals.check_share()
         self._backend = BACKENDS[options.backend].make(target, self._layout, options)
+        check_backend(self._backend, target, self._layout, options, self._samples)
         self._tokens_per_batch = options.tokens_per_batch
         self.header = StoreHeader.for_layout(self._layout, provenance.target, provenance.tokenizer)
         self.fingerprint = _fingerprint(self.header, self._samples)
@@ -98,6 +100,7 @@ class OnlineFeatures:
         with self.busy:
             if self._cache is not None:
                 self._cache.close()
+            self._backend.close()
 
 
 class _Cache:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.capture.backend import CaptureTarget
-from draftsmith.capture.backends import BACKENDS
+from draftsmith.capture.backends import BACKENDS, check_backend
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.pipeline import computed_batches, store_all
 from draftsmith.capture.plan import (
@@ -65,7 +66,8 @@ def capture(
     if not samples:
         raise DraftsmithError("there are no samples to capture: the data is empty, or all of it was skipped")
     refusals = Refusals(len(samples), options.max_refused_share)
-    accepted = accept(samples, target.vocab_size, target.max_position_embeddings, refusals)
+    longest = BACKENDS[options.backend].longest(target, layout, options)
+    accepted = accept(samples, target.vocab_size, longest, refusals)
     refusals.check_share()
 
     def prepare() -> tuple[set[str], SizeEstimate]:
@@ -120,7 +122,6 @@ def _compute_share(
 ) -> int:
     """Compute and store this process's share of the batches; returns the number of samples stored."""
     layout = header.layout
-    backend = BACKENDS[options.backend].make(target, layout, options)
     unfinished = [
         batch
         for batch in plan_batches(accepted, options.tokens_per_batch)
@@ -138,7 +139,21 @@ def _compute_share(
             readable_bytes(tokens_per_second * layout.bytes_per_token * processes.count),
         )
 
-    with StoreWriter(directory, header, options.shard_bytes, number=processes.rank) as writer:
+    with ExitStack() as stack:
+        # Where there is nothing to compute, no engine is started; the first process has work if any has.
+        backend = BACKENDS[options.backend].make(target, layout, options) if batches else None
+        if backend is not None:
+            stack.callback(backend.close)
+
+        def check() -> None:
+            if backend is not None:
+                samples = [sample for batch in batches for sample in batch]
+                check_backend(backend, target, layout, options, samples)
+
+        processes.first(check)
+        writer = stack.enter_context(StoreWriter(directory, header, options.shard_bytes, number=processes.rank))
+        if backend is None:
+            return 0
         computed = computed_batches(backend, batches, say_rate)
         return store_all(computed, tokens, finished, layout, writer, refusals, progress)
 

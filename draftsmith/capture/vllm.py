@@ -1,58 +1,19 @@
-"""The backend `vllm`: a vLLM server runs the target and leaves hidden states in files on a directory that both see.
+"""The backend `vllm`: a vLLM server runs the target and leaves hidden states in files on a directory that both see."""
 
-Read from the source of vllm 0.33.0 (`ExampleHiddenStatesConnector`, `ExtractHiddenStatesConfig`, the completions
-protocol): a server with the speculative method `extract_hidden_states` and that connector answers a completion with
-`kv_transfer_params.hidden_states_path`. The file, complete once a shared lock on PATH.lock is granted, holds
-`hidden_states` [S, n, H], the n layers in ascending order, and `token_ids` [S]. Layer ids count what a layer reads, one
-higher than taps; the id that is the number of layers is the last layer's output, before the final norm.
-"""
-
-import fcntl
-import http.client
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.capture.options import VllmOptions
+from draftsmith.capture.vllm_server import VllmServer, served_name, server_command, server_layers
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
 from draftsmith.layouts.layer_ids import to_layer_input_ids
-
-
-def server_layers(layout: CaptureLayout, num_layers: int) -> list[int]:
-    """The layer ids that the server has to be started with, ascending."""
-    last = {num_layers} if layout.final_state else set()
-    return sorted({*to_layer_input_ids(layout.tap_ids), *last})
-
-
-def server_command(path: str, layout: CaptureLayout, num_layers: int) -> str:
-    """How to start a server for a layout."""
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {
-            "hf_config": {"eagle_aux_hidden_state_layer_ids": server_layers(layout, num_layers)},
-        },
-    }
-    transfer = {
-        "kv_connector": "ExampleHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/hidden_states"},
-    }
-    return (
-        f"vllm serve {path} --speculative-config '{json.dumps(speculative)}' "
-        f"--kv-transfer-config '{json.dumps(transfer)}'"
-    )
+from draftsmith.targets.options import TargetOptions
+from draftsmith.targets.servers import VLLM_TAPS
 
 
 def features_of(
@@ -60,11 +21,12 @@ def features_of(
     sample: Sample,
     layout: CaptureLayout,
     num_layers: int,
+    dtype: torch.dtype,
     norm: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, Tensor]:
     """The layout's features of a document from a file's tensors; `norm`: the target's final norm, for a final state.
 
-    Raises `DraftsmithError` where the file is of other tokens, layers or widths.
+    Raises `DraftsmithError` where the file is of other tokens, layers, widths or another dtype.
     """
     layers = server_layers(layout, num_layers)
     states, token_ids = stored.get("hidden_states"), stored.get("token_ids")
@@ -74,6 +36,11 @@ def features_of(
         raise DraftsmithError(
             f"the vLLM server gave hidden states {found} for sample {sample.id!r}; layers {layers} of its tokens are "
             f"{wanted}: start the server with eagle_aux_hidden_state_layer_ids {layers}"
+        )
+    if states.dtype != dtype:
+        theirs, name = (str(each).removeprefix("torch.") for each in (states.dtype, dtype))
+        raise DraftsmithError(
+            f"the vLLM server runs the target in {theirs}, and target.dtype is {name}: start it with --dtype {name}"
         )
     if not torch.equal(token_ids.to(torch.int64), sample.input_ids):
         raise DraftsmithError(f"the vLLM server gave the hidden states of other tokens for sample {sample.id!r}")
@@ -88,16 +55,20 @@ def features_of(
 class VllmBackend:
     """A running server; see `CaptureBackend`.
 
-    path: the target's; norm: its final norm on the CPU, which a layout with a final state needs.
+    dtype: the target's; norm: its final norm on the CPU, which a layout with a final state needs; architecture: the
+    class that its configuration names, where it names one.
     """
 
     def __init__(
         self,
-        path: str,
+        target: TargetOptions,
         num_layers: int,
+        dtype: torch.dtype,
         layout: CaptureLayout,
         options: VllmOptions,
+        *,
         norm: Callable[[Tensor], Tensor] | None = None,
+        architecture: str | None = None,
     ) -> None:
         if layout.final_state and norm is None:
             raise DraftsmithError(
@@ -105,59 +76,29 @@ class VllmBackend:
             )
         self.layout = layout
         self.num_layers = num_layers
-        self.options = options
-        self.url = options.base_url.rstrip("/") + "/completions"
-        self.model = options.model or path
-        self.command = server_command(path, layout, num_layers)
+        self.dtype = dtype
+        self.concurrency = options.concurrency
         self.norm = norm
+        command = server_command(target, str(dtype).removeprefix("torch."), layout, num_layers, options)
+        fault = VLLM_TAPS.fault(architecture)
+        advice = f"{fault}: use capture.backend=hf" if fault else f"start the server with\n{command}"
+        self.server = VllmServer(options, served_name(target, options), advice)
+
+    def longest(self) -> int | None:
+        """The most tokens of a document, as the running server says: one position is left for its answer."""
+        window = self.server.served().window
+        return None if window is None else window - 1
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.server.close()
 
     @torch.no_grad()
     def features(self, samples: Sequence[Sample]) -> list[dict[str, Tensor]]:
         """As `CaptureBackend.features`, on the CPU. The server's files are removed."""
-        with ThreadPoolExecutor(self.options.concurrency) as pool:
+        with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(self._features, samples))
 
     def _features(self, sample: Sample) -> dict[str, Tensor]:
-        path = self._ask(sample)
-        stored = _load(path)
-        return features_of(stored, sample, self.layout, self.num_layers, self.norm)
-
-    def _ask(self, sample: Sample) -> Path:
-        """Have the server run one document; the file in which it leaves the states."""
-        body = {"model": self.model, "prompt": sample.input_ids.tolist(), "max_tokens": 1, "temperature": 0.0}
-        request = urllib.request.Request(
-            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=self.options.timeout_seconds) as reply:
-                parsed: Any = json.loads(reply.read())
-            return Path(parsed["kv_transfer_params"]["hidden_states_path"])
-        except urllib.error.HTTPError as error:
-            detail = error.read(300).decode(errors="replace")
-            raise DraftsmithError(f"sample {sample.id!r}: {self.url} answers HTTP {error.code}: {detail}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise DraftsmithError(
-                f"sample {sample.id!r}: no answer from {self.url} ({error}); start the server with\n{self.command}"
-            ) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise DraftsmithError(
-                f"sample {sample.id!r}: the reply of {self.url} names no hidden_states_path; start the server with\n"
-                f"{self.command}"
-            ) from error
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that the server is done with; it and its lock are removed."""
-    lock = path.with_name(path.name + ".lock")
-    try:
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # granted when the server has written the file
-        tensors = load_file(path)
-        path.unlink()
-        lock.unlink()
-    except (OSError, SafetensorError) as error:
-        raise DraftsmithError(
-            f"cannot read {path}, where the vLLM server has left hidden states ({error}); it must lie on a directory "
-            "that this machine sees too (shared_storage_path)"
-        ) from error
-    return tensors
+        stored = self.server.run(sample)
+        return features_of(stored, sample, self.layout, self.num_layers, self.dtype, self.norm)

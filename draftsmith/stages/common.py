@@ -20,7 +20,7 @@ from draftsmith.targets.target import Target
 _NEVER: dict[str, frozenset[str]] = {
     "target": frozenset({"device"}),
     "regenerate": RegenerateOptions.WITHOUT_EFFECT,
-    "capture": frozenset({"tokens_per_batch", "force", "sglang", "vllm"}),
+    "capture": frozenset({"tokens_per_batch", "force", "sglang", "vllm", "check_samples", "max_refused_share"}),
     "train": frozenset(
         {"device", "data_workers", "attention", "compile", "graphs", "gradient_checkpointing", "parallel"}
     ),

@@ -16,11 +16,10 @@ from draftsmith.algorithms.algorithm import Algorithm
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.capture.options import CaptureOptions, SglangOptions
-from draftsmith.capture.sglang import engine_arguments
+from draftsmith.capture.sglang import check_capture
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import LAYOUTS, WRITABLE
-from draftsmith.targets.options import TargetOptions
 from tests.docs.showing import collect, runs_everywhere, shown_methods
 from tests.layouts.drafts import HEADS, simple_draft, target_ends
 from tests.support.fillers import filler_of
@@ -179,7 +178,7 @@ def test_capture(method: Algorithm):
     accepts = dict.fromkeys(
         (*get_args(CaptureOptions.model_fields["backend"].annotation), "train.features=online"), True
     )
-    accepts["sglang"] = accepted(lambda: engine_arguments(TargetOptions(path="target"), layout, SglangOptions()))
+    accepts["sglang"] = accepted(lambda: check_capture(layout, 40, None, SglangOptions()))
     check("capture", method, {column: [accepts_it] for column, accepts_it in accepts.items()})
 
 
