@@ -19,6 +19,7 @@ from draftsmith.algorithms.options import DecodingOptions, Options, parse_decodi
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.trainee import AnyExampleMaker, AnyTrainee, Computation
 from draftsmith.algorithms.trainee import Terms as Terms
+from draftsmith.base.fields import PlaceField
 from draftsmith.blocks.anchors import VisibleSlots
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.config import DraftConfig
@@ -33,7 +34,7 @@ class DraftSection(Options):
     fresh draft, from the target's own configuration (`build.draft_config` says how)."""
 
     algorithm: str
-    init_from: str | None = None
+    init_from: PlaceField | None = None
     mask_token_id: StrictInt | None = None
     block_size: StrictInt | None = None
     num_hidden_layers: StrictInt | None = None

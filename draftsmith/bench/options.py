@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from draftsmith.base.fields import PlaceField
 from draftsmith.data.options import SHIPPED_PROMPTS
 from draftsmith.decoding.options import SamplingFields
 
@@ -20,7 +21,7 @@ Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], BeforeValid
 class BenchOptions(SamplingFields):
     """The recipe's `bench` section: what is measured, and how. (How the engine works is the section `engine`.)"""
 
-    prompts: str = SHIPPED_PROMPTS
+    prompts: PlaceField = SHIPPED_PROMPTS
     """A JSONL file of prompts, `shipped` for the held-out ones that the package carries, or a data set by name
     (`gsm8k`, `math500`, `humaneval`, `mbpp`, `mt-bench`, `alpaca`; `NAME@FILE` reads rows in that data set's columns
     from a local JSONL file)."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from draftsmith.cli.option_paths import PATH, cli_path, named_path
 from draftsmith.cli.option_rules import CHECKED_IMPORTS, import_request, refuse_together, refuse_without
 from draftsmith.cli.reporting import reporting, say
 from draftsmith.decoding.options import SamplingFields
@@ -46,14 +47,16 @@ def sampling_help(field: str) -> str:
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Remove what this stage has made before, and make it anew.")]
 DraftOption = Annotated[
     Path | None,
-    typer.Option("--draft", help="A draft directory. Left out: the one that `export` wrote."),
+    typer.Option("--draft", help="A draft directory. Left out: the one that `export` wrote.", **PATH),
 ]
-TunedOption = Annotated[Path | None, typer.Option("--tuned", help="Decode with the settings that `tune` wrote.")]
+TunedOption = Annotated[
+    Path | None, typer.Option("--tuned", help="Decode with the settings that `tune` wrote.", **PATH)
+]
 
 
 @app.command()
 def demo(
-    run: Annotated[Path, typer.Option(help="Where the demo works and leaves its results.")] = Path("runs/demo"),
+    run: Annotated[Path, typer.Option(help="Where the demo works and leaves its results.", **PATH)] = Path("runs/demo"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove the results of an earlier demo.")] = False,
     overrides: OverridesArgument = None,
 ) -> None:
@@ -94,7 +97,9 @@ def capture(
     ] = False,
     foreign: Annotated[
         Path | None,
-        typer.Option("--import", help="Read these feature files of another project instead of running the target."),
+        typer.Option(
+            "--import", help="Read these feature files of another project instead of running the target.", **PATH
+        ),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--from", help="Whose files --import names: specforge, modelopt or speculators.")
@@ -169,7 +174,9 @@ def export(
     layout: Annotated[
         str | None, typer.Option("--layout", help="The files' layout: zlab, sglang, speculators (vLLM), modelopt.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The directory to write. Left out: `RUN/draft`.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The directory to write. Left out: `RUN/draft`.", **PATH)
+    ] = None,
 ) -> None:
     """Writes the trained draft as a directory that other software loads.
 
@@ -178,7 +185,8 @@ def export(
 
     Example: `draftsmith export runs/demo export.which=last --layout speculators --out my-draft`
     """
-    if not Path(run).is_dir():
+    directory = cli_path(run)
+    if not directory.is_dir():
         with _workspace(run, overrides) as workspace:
             workspace.export(out, layout=layout)
         return
@@ -189,13 +197,13 @@ def export(
 
         start_console()
         named = [] if layout is None else [f"export.layout={layout}"]
-        export_directory(Path(run), load_export_options([*(overrides or []), *named]), out, say=say)
+        export_directory(directory, load_export_options([*(overrides or []), *named]), out, say=say)
 
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A draft directory.")],
-    destination: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    source: Annotated[Path, typer.Argument(help="A draft directory.", **named_path("IN"))],
+    destination: Annotated[Path, typer.Argument(help="The directory to write.", **named_path("OUT"))],
     layout: Annotated[str, typer.Option("--layout", help="zlab, sglang, speculators or modelopt.")],
     source_layout: Annotated[
         str | None, typer.Option("--from", help="The layout of IN. Left out: recognised from its files.")
@@ -268,7 +276,9 @@ def bench(
     overrides: OverridesArgument = None,
     draft: Annotated[
         list[Path] | None,
-        typer.Option("--draft", help="A draft directory; may be repeated. Left out: the one that `export` wrote."),
+        typer.Option(
+            "--draft", help="A draft directory; may be repeated. Left out: the one that `export` wrote.", **PATH
+        ),
     ] = None,
     tuned: TunedOption = None,
     fresh: FreshOption = False,
@@ -285,8 +295,8 @@ def bench(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="The `bench.json` to compare with.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="The `bench.json` to compare.")],
+    first: Annotated[Path, typer.Argument(help="The `bench.json` to compare with.", **named_path("A.json"))],
+    second: Annotated[Path, typer.Argument(help="The `bench.json` to compare.", **named_path("B.json"))],
     first_draft: Annotated[
         str | None, typer.Option("--first", help="The draft of A to compare, where A measures several.")
     ] = None,
@@ -313,7 +323,9 @@ def tune(
         list[int] | None,
         typer.Option("--block-size", help="A block size to try; may be repeated. Left out: the trained one and parts."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The file to write. Left out: `RUN/tuned.json`.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file to write. Left out: `RUN/tuned.json`.", **PATH)
+    ] = None,
 ) -> None:
     """Finds the block size and the number of proposals that decode fastest on this machine.
 
@@ -328,7 +340,9 @@ def tune(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A feature store, a run or training directory, or a draft directory.")],
+    path: Annotated[
+        Path, typer.Argument(help="A feature store, a run or training directory, or a draft directory.", **PATH)
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read a whole feature store: every checksum, offset and value range.")
     ] = False,

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from draftsmith.base.paths import user_path
 from draftsmith.data.jsonl import RecordError, parse_records
 from draftsmith.data.prompt import Prompt, Split
 from draftsmith.errors import DraftsmithError
@@ -90,7 +90,7 @@ def named_prompts(source: str, split: Split) -> list[Prompt]:
     if at and not file:
         raise DraftsmithError(f"{source!r} names no file after the @; give {name}@FILE.jsonl, or {name} alone")
     if at:
-        return parse_records(Path(file), "row", lambda row, identity: to_prompt(name, row, identity))
+        return parse_records(user_path(file), "row", lambda row, identity: to_prompt(name, row, identity))
     return rows_to_prompts(name, _download(name, _hub_split(name, split)))
 
 

@@ -1,11 +1,11 @@
 """The recipe's `data` section."""
 
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftsmith.base.fields import PathField, PlaceField
 from draftsmith.errors import DraftsmithError
 
 SHIPPED_PROMPTS = "shipped"
@@ -20,13 +20,13 @@ class DataOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    conversations: Path | None = Field(default=None, description="Training conversations: a JSONL file.")
-    prompts: str | None = Field(
+    conversations: PathField | None = Field(default=None, description="Training conversations: a JSONL file.")
+    prompts: PlaceField | None = Field(
         default=None,
         description=f'Prompts to answer: a JSONL file, "{SHIPPED_PROMPTS}" for those of the package, or a data set by '
         "name that has rows to learn from.",
     )
-    chat_template: Path | None = Field(
+    chat_template: PathField | None = Field(
         default=None, description="A Jinja chat template to use in place of the tokenizer's own."
     )
     system_prompt: str = Field(

@@ -12,6 +12,7 @@ from typing_extensions import TypeVar
 
 from draftsmith.base.devices import resolve_device
 from draftsmith.base.dtypes import parse_dtype
+from draftsmith.base.paths import user_path
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DraftConfig
@@ -103,6 +104,7 @@ class Draft(nn.Module, Generic[HeadT]):
         not used, of another shape or dtype than the configuration says, or not finite, and `DraftsmithError` for a
         dtype or device that is not known or not there.
         """
+        directory = user_path(directory)
         wanted_dtype, resolved_device = parse_dtype(dtype), resolve_device(device)
         canonical = read_directory(directory, layout, strict=strict, allow_pickle=allow_pickle)
         for note in canonical.notes:
@@ -140,6 +142,7 @@ class Draft(nn.Module, Generic[HeadT]):
         `DraftWeightsError` when a parameter is not finite and `LayoutError` when the directory may not be written or
         the layout cannot express the draft.
         """
+        directory = user_path(directory)
         tensors = {
             file_name(name): tensor.detach().to(
                 device="cpu", dtype=self.config.torch_dtype if tensor.is_floating_point() else tensor.dtype

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from yaml import YAMLError
 
 from draftsmith.algorithms.registry import DraftSectionUnion, algorithm
+from draftsmith.base.fields import PathField
+from draftsmith.base.paths import user_path
 from draftsmith.bench.options import BenchOptions
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.data.options import DataOptions
@@ -95,7 +97,7 @@ class RunDirectory(RunFiles):
 class Recipe(Section, RunFiles):
     """One run. Every stage writes below the directory `run`."""
 
-    run: Path
+    run: PathField
     target: TargetOptions
     draft: DraftSectionUnion
     data: DataOptions = DataOptions()
@@ -205,7 +207,7 @@ def shipped_recipes() -> list[str]:
 
 def find_recipe(path: str | Path) -> Path:
     """The file of a recipe: the path itself, or a shipped recipe of that name."""
-    file = Path(path)
+    file = user_path(path)
     if file.is_file():
         return file
     if str(path) in shipped_recipes():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from draftsmith.base.paths import user_path
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.gguf import converted
 
@@ -34,7 +35,7 @@ def locate(path: str | Path) -> Location:
     Raises `DraftsmithError` for a path that does not exist or holds no model.
     """
     source = str(path)
-    local = Path(path).expanduser()
+    local = user_path(path)
     if local.suffix == ".gguf":
         directory = converted(local)
         return Location(source, str(directory), directory)

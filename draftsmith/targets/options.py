@@ -3,6 +3,7 @@
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftsmith.base.dtypes import DTYPES
+from draftsmith.base.fields import PlaceField
 from draftsmith.base.switch import Switch
 
 
@@ -11,7 +12,7 @@ class TargetOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(description="Hub id, local model directory, or path of a .gguf file.")
+    path: PlaceField = Field(description="Hub id, local model directory, or path of a .gguf file.")
     dtype: str = Field(
         default="auto",
         description=f"auto (as the checkpoint says), {', '.join(DTYPES)}.",

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.base.fields import PlaceField
 from draftsmith.errors import DraftsmithError
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
@@ -24,7 +25,7 @@ class OnlineOptions(_Section):
     are read. None: nothing is kept, and every pass runs the target again. One process only.
     """
 
-    cache: str | None = None
+    cache: PlaceField | None = None
 
 
 class TrainOptions(_Section):
