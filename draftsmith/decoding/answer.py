@@ -8,7 +8,7 @@ from typing import Literal
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.state.slot_state import FINISHED, INVALID_DRAFT, INVALID_TARGET, REPORT_HEADER, STOPPED
+from draftsmith.kernels.state.report import FINISHED, INVALID_DRAFT, INVALID_TARGET, REPORT_HEADER, STOPPED
 
 
 class Fault(StrEnum):

@@ -23,12 +23,12 @@ from draftsmith.decoding.prefill import PrefillGroup, graph_width, groups_of
 from draftsmith.decoding.reports import Reports
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingBounds
-from draftsmith.decoding.state import DecodingState
 from draftsmith.decoding.step import Stepper
 from draftsmith.drafts.config import check_against_target
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.device import need_triton
+from draftsmith.kernels.state.decoding_state import DecodingState
 from draftsmith.targets.target import Target
 
 

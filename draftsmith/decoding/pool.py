@@ -6,7 +6,8 @@ import torch
 
 from draftsmith.algorithms.drafter import DraftState
 from draftsmith.decoding.answer import Answer
-from draftsmith.decoding.state import DecodingState, to_device
+from draftsmith.decoding.state import place, to_device
+from draftsmith.kernels.state.decoding_state import DecodingState
 from draftsmith.targets.cache import TargetCache
 
 
@@ -84,7 +85,7 @@ class SlotPool:
         if self.draft is not None:
             self.draft.erase(unclean)
         self.unclean.difference_update(unclean)
-        self.state.place(begin, answers)
+        place(self.state, begin, answers)
 
     def release(self, slots: list[int]) -> None:
         """Takes rows out. What steps still compute for their slots lies at the very beginning of the caches."""

@@ -15,9 +15,14 @@ from draftsmith.decoding.pool import Slots
 from draftsmith.decoding.rng import Stream, uniform_pair
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distribution, draw_token
-from draftsmith.decoding.state import DecodingState
+from draftsmith.decoding.state import row_sampling
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.state.commit import commit
+from draftsmith.kernels.state.decoding_state import DecodingState
+from draftsmith.kernels.state.mark_not_finite import mark_not_finite
+from draftsmith.kernels.state.open_step import open_step
+from draftsmith.kernels.state.read_prompt import read_prompt
 from draftsmith.targets.cache import TargetCache
 from draftsmith.targets.ends import TokenChoice
 from draftsmith.targets.target import Target, TargetStates
@@ -47,22 +52,22 @@ class Stepper:
     def step(self, slots: Slots, extent: int, bounds: SamplingBounds) -> None:
         """One round for every slot, in place; slots without a row in work are computed along and nothing is committed
         to them. No row's anchor + `reach` exceeds `extent`."""
-        state, sampling = slots.state, slots.state.sampling(bounds)
+        state, sampling = slots.state, row_sampling(slots.state, bounds)
         window = self.target.max_position_embeddings
         if self.drafter is None:
-            _, ids, positions, valid = state.open(width=self.width, own=1, ids=self.width, window=window)
+            _, ids, positions, valid = open_step(state, width=self.width, own=1, num_ids=self.width, window=window)
             cache = slots.target_cache.view(extent)
             states = self._run_target(cache, ids, positions, valid, final_state=True, tentative=True)
             self._commit(state, _present(states.final_state), None, sampling)
             cache.keep(state.committed)
             return
-        anchors, anchor, positions, valid = state.open(width=self.width, own=self.width, ids=1, window=window)
+        anchors, anchor, positions, valid = open_step(state, width=self.width, own=self.width, num_ids=1, window=window)
         sampler = RowSampler(sampling, state.seeds, anchors)
         proposals = self.drafter.propose(_present(slots.draft), anchors, anchor[:, 0], extent, sampler)
         if proposals.parents is not None:
             raise DraftsmithError("the drafter proposes a tree, and the engine verifies chains; leave parents out")
         if proposals.states is not None:
-            state.mark_draft(proposals.states)
+            mark_not_finite(state, proposals.states)
         ids = torch.cat((anchor, proposals.token_ids), dim=1)  # [slots, w]
         cache = slots.target_cache.view(extent)
         states = self._run_target(cache, ids, positions, valid, final_state=True, tentative=True)
@@ -79,7 +84,7 @@ class Stepper:
         None: there are none. Rows that end earlier are padded, with tokens that are not their own.
         """
         state = slots.state
-        ids, positions, valid = state.prompt(width)
+        ids, positions, valid = read_prompt(state, width)
         final_state = bounds is not None or self._wants.final_state
         cache = slots.target_cache.view(extent)
         states = self._run_target(cache, ids, positions, valid, final_state=final_state, tentative=False)
@@ -90,8 +95,8 @@ class Stepper:
             ending = state.length - state.read <= width
             last = final.gather(1, (valid - 1).view(-1, 1, 1).expand(-1, 1, final.shape[-1]))  # [slots, 1, H]
             state.finished.logical_and_(~ending)
-            choice = self._choose(state, last, state.sampling(bounds))
-            state.commit(choice.ids, ending.long(), choice.finite)
+            choice = self._choose(state, last, row_sampling(state, bounds))
+            commit(state, choice.ids, ending.long(), choice.finite)
         state.read.add_(width)
 
     # --- the parts of a step ------------------------------------------------------------------------------------------
@@ -132,14 +137,14 @@ class Stepper:
         if proposals is None:
             choice = self._choose(state, final_state, sampling)
             count = None if self.width == 1 else torch.ones_like(state.length)
-            state.commit(choice.ids, count, choice.finite)
+            commit(state, choice.ids, count, choice.finite)
         elif sampling.greedy or proposals.q is None:
             # The rule of `verify_chosen`, which the commit holds in one launch with all the rest.
             choice = self._choose(state, final_state, sampling)
-            state.commit(choice.ids, proposals.count, choice.finite, proposed=proposals.token_ids)
+            commit(state, choice.ids, proposals.count, choice.finite, proposed=proposals.token_ids)
         else:
             verdict, finite = self._verify_sampled(state, final_state, proposals, proposals.q, sampling)
-            state.commit(verdict.token_ids, verdict.count, finite)
+            commit(state, verdict.token_ids, verdict.count, finite)
 
     def _verify_sampled(
         self, state: DecodingState, final_state: Tensor, proposals: Proposals, q: Tensor, sampling: RowSampling

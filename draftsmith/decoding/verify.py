@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoding.sampling import draw_token
-from draftsmith.kernels.state.slot_state import prefix_length
+from draftsmith.kernels.state.commit import prefix_length
 
 
 @dataclass(frozen=True)

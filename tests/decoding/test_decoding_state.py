@@ -4,7 +4,9 @@ from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.pool import SlotPool
 from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingOptions
-from draftsmith.decoding.state import DecodingState
+from draftsmith.kernels.state.commit import commit
+from draftsmith.kernels.state.decoding_state import DecodingState
+from draftsmith.kernels.state.open_step import open_step
 from draftsmith.targets.cache import KeysValuesShape, Room, StaticCache
 
 WIDTH = 4
@@ -31,7 +33,7 @@ class Rows:
 
     def commit(self, tokens: list[list[int]], counts: list[int]) -> list[int]:
         ids = torch.tensor(tokens)
-        self.state.commit(ids, torch.tensor(counts), torch.ones_like(ids, dtype=torch.bool))
+        commit(self.state, ids, torch.tensor(counts), torch.ones_like(ids, dtype=torch.bool))
         lines = self.state.report.tolist()
         for answer, line in zip(self.answers, lines, strict=True):
             if not answer.finished:
@@ -111,12 +113,12 @@ def test_finished_rows_do_not_change() -> None:
 def test_verify_positions_stay_in_the_window() -> None:
     rows = Rows([[1, 2, 3], [1]], 6, [], window=5)
     rows.commit([[4, 5, 6, 7], [4, 5, 6, 7]], [1, 1])
-    anchors, ids, positions, valid = rows.state.open(width=WIDTH, own=WIDTH, ids=3, window=5)
+    anchors, ids, positions, valid = open_step(rows.state, width=WIDTH, own=WIDTH, num_ids=3, window=5)
     assert positions.tolist() == [[3, 4, 4, 4], [1, 2, 3, 4]]
     assert anchors.tolist() == [3, 1]
     assert valid.tolist() == [2, 4]
     rows.state.finished[1] = True
-    assert rows.state.open(width=WIDTH, own=1, ids=3, window=5)[3].tolist() == [1, 0]
+    assert open_step(rows.state, width=WIDTH, own=1, num_ids=3, window=5)[3].tolist() == [1, 0]
     assert ids.tolist() == [[4, 0, 0], [4, 0, 0]]
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.decoding import step
 from draftsmith.decoding.answer import Answer
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Generation, Request
-from draftsmith.decoding.state import DecodingState
 from draftsmith.drafts.draft import Draft
+from draftsmith.kernels.state.decoding_state import DecodingState
 from draftsmith.targets.target import Target
 from tests.decoding.test_slots import SAMPLINGS
 from tests.training.recording import OnlyStream, Recording
@@ -126,11 +127,11 @@ def test_a_pass_whose_place_the_host_froze_is_seen(
 ) -> None:
     """Mutated: a replayed pass reads the tokens that stood at the place of the captured one."""
 
-    def frozen(self: DecodingState, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        positions = torch.arange(width).expand(len(self.read), -1) + int(self.read[0])
-        return self.tokens.gather(1, positions), positions, (self.length - self.read).clamp(max=width)
+    def frozen(state: DecodingState, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        positions = torch.arange(width).expand(len(state.read), -1) + int(state.read[0])
+        return state.tokens.gather(1, positions), positions, (state.length - state.read).clamp(max=width)
 
-    monkeypatch.setattr(DecodingState, "prompt", frozen)
+    monkeypatch.setattr(step, "read_prompt", frozen)
     options: dict[str, object] = {"slots": 1, "max_length": 150, "prefill_chunk": 8}
     recorded = Recorded(monkeypatch, target, draft, options)
     found = recorded.answers(requests()[:4])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.kernels.device import uses_kernels
 from draftsmith.kernels.recurrent.chunked import chunked_recurrence
 from draftsmith.kernels.recurrent.kept import Pass, Standing
 from draftsmith.kernels.triton import tl, triton
@@ -83,7 +84,7 @@ def recurrence(
     _check(state, tokens, kept, run)
     if tokens.value.shape[1] > SEQUENTIAL and not run.tentative:
         return _in_chunks(state, tokens, kept, standing, run, scale, normalise)
-    if state.is_cuda:
+    if uses_kernels(state):
         return _launch(state, tokens, kept, standing, run, scale, normalise)
     return recurrence_reference(state, tokens, kept, standing, run, scale=scale, normalise=normalise)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from draftsmith.kernels.device import uses_kernels
 from draftsmith.kernels.recurrent.kept import Pass, Standing
 from draftsmith.kernels.triton import tl, triton
 
@@ -33,7 +34,7 @@ def short_convolution(
     Raises `ValueError` for shapes that do not fit.
     """
     _check(x, window, kept, weight, run)
-    if x.is_cuda:
+    if uses_kernels(x):
         return _launch(x, window, kept, standing, run, weight, bias, silu)
     return short_convolution_reference(x, window, kept, standing, run, weight, bias, silu=silu)
 
