@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftsmith.base.fields import PathField
 from draftsmith.features.manifest import StoreDtype
 from draftsmith.features.shards import DEFAULT_SHARD_BYTES
 
@@ -24,7 +25,7 @@ class SglangOptions(BaseModel):
     engine: dict[str, str | int | float | bool] = Field(
         default={}, description="Further keywords of sglang.Engine, such as tp_size or attention_backend."
     )
-    storage: Path = Field(
+    storage: PathField = Field(
         default=Path("/dev/shm"),
         description="A directory in memory through which states are handed over: it holds those of one batch.",
     )
