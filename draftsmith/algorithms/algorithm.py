@@ -1,7 +1,7 @@
 """What a method is: the contract that one file per method fulfils, and that capture, training and decoding ask.
 
 A method states here, once, which features it needs (`capture`), how its blocks line up (`block_layout`), which head its
-network has (`head_config`), what is summed and divided by what (`objective`), and what proposes tokens in decoding
+network has (`head`), what is summed and divided by what (`objective`), and what proposes tokens in decoding
 (`drafter`). Nothing outside `algorithms/` asks a method for its name to decide what to do.
 """
 
@@ -9,52 +9,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import StrictInt
-
 from draftsmith.algorithms.block_trainee import BlockMaker, BlockTrainee
 from draftsmith.algorithms.block_trainee import BlockOutputs as BlockOutputs
 from draftsmith.algorithms.block_trainee import Objective as Objective
 from draftsmith.algorithms.drafter import AnyDrafter
-from draftsmith.algorithms.options import DecodingOptions, Options, parse_decoding_options
+from draftsmith.algorithms.options import DecodingOptions, parse_decoding_options
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.trainee import AnyExampleMaker, AnyTrainee, Computation
 from draftsmith.algorithms.trainee import Terms as Terms
-from draftsmith.base.fields import PlaceField
 from draftsmith.blocks.anchors import VisibleSlots
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.heads import HeadConfig
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.targets.ends import TargetEnds
-
-
-class DraftSection(Options):
-    """The recipe's `draft` section as far as all methods share it; each method derives its own, with its `algorithm`
-    literal, its head's sizes and its `objective` options. None means: from the checkpoint of `init_from`, or, for a
-    fresh draft, from the target's own configuration (`build.draft_config` says how)."""
-
-    algorithm: str
-    init_from: PlaceField | None = None
-    mask_token_id: StrictInt | None = None
-    block_size: StrictInt | None = None
-    num_hidden_layers: StrictInt | None = None
-    target_layer_ids: tuple[StrictInt, ...] | None = None
-    num_taps: StrictInt | None = None
-    hidden_act: str | None = None
-    num_attention_heads: StrictInt | None = None
-    num_key_value_heads: StrictInt | None = None
-    head_dim: StrictInt | None = None
-    intermediate_size: StrictInt | None = None
-    rms_norm_eps: float | None = None
-    max_position_embeddings: StrictInt | None = None
-    rope_theta: float | None = None
-    layer_types: tuple[str, ...] | None = None
-    sliding_window: StrictInt | None = None
-    causal: bool | None = None
-    output_multiplier: float | None = None
-    final_logit_softcapping: float | None = None
-    input_embedding_scale: float | None = None
-    dtype: str = "bfloat16"
 
 
 class Algorithm(ABC):
@@ -62,8 +32,8 @@ class Algorithm(ABC):
 
     name: ClassVar[str]
     """The recipe's name of the method (`draft.algorithm`)."""
-    architecture: ClassVar[str]
-    """The network it trains (`DraftConfig.architecture`); decoding picks the method whose name equals it."""
+    head: ClassVar[type[HeadConfig]]
+    """What its network has beside the shared one. Decoding picks the method whose name equals the architecture's."""
     summary: ClassVar[str]
     """One line for `draftsmith algorithms`."""
     paper: ClassVar[str]
@@ -77,9 +47,14 @@ class Algorithm(ABC):
     trimming_options: ClassVar[tuple[str, ...]] = ()
     """Decoding options that only leave proposals out, and never change one."""
 
-    @abstractmethod
-    def head_config(self, section: Any) -> dict[str, Any]:
-        """The head's own fields of `DraftConfig.head`, from the recipe's section ({} for methods without a head)."""
+    @property
+    def architecture(self) -> str:
+        """The network it trains (`DraftConfig.architecture`)."""
+        return self.head.architecture
+
+    def head_config(self, section: DraftSection) -> dict[str, Any]:
+        """The head's own fields of `DraftConfig.head`, as far as the recipe's section says them."""
+        return section.said(*self.head.model_fields)
 
     @abstractmethod
     def block_layout(self, config: DraftConfig) -> BlockLayout:

@@ -4,8 +4,10 @@ from typing import Any, Protocol
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.drafts.config import DraftConfig, TargetSizes
+from draftsmith.drafts.config import FIELDS, DraftConfig, TargetSizes
+from draftsmith.drafts.fields import Origin
 from draftsmith.drafts.rope_config import ROPE_TYPES
+from draftsmith.drafts.shapes import BlockShape
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.taps import default_tap_ids
 
@@ -35,19 +37,20 @@ def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftCo
             f"draft.init_from is {section.init_from!r}, but no checkpoint configuration was read from there"
         )
     fields = _fresh(section, target) if checkpoint is None else _from_checkpoint(section, checkpoint)
-    wanted = {name: value for name in _PLAIN_FIELDS if (value := getattr(section, name)) is not None}
+    wanted = section.said(*section.PLAIN)
     fixed = {
         "architecture": method.architecture,
         "head": method.head_config(section) | _copied_head(section, method.architecture, checkpoint),
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_target_layers": target.num_layers,
-        "dtype": section.dtype if checkpoint is None or _says_dtype(section) else checkpoint.dtype,
+        "dtype": section.value("dtype") if checkpoint is None or _says_dtype(section) else checkpoint.dtype,
     }
     config = DraftConfig(**(fields | wanted | fixed))
-    if section.sliding_window is not None and all(kind.window is None for kind in config.attention_kinds):
+    window = wanted.get("sliding_window")
+    if window is not None and all(kind.window is None for kind in config.attention_kinds):
         raise DraftsmithError(
-            f"draft.sliding_window is {section.sliding_window}, but no layer slides: draft.layer_types is "
+            f"draft.sliding_window is {window}, but no layer slides: draft.layer_types is "
             f"{list(config.layer_types)}; name the sliding layers there ('sliding_attention'), or leave the window out"
         )
     return config
@@ -58,57 +61,30 @@ def copied_fields(section: DraftSection, checkpoint: DraftConfig) -> dict[str, A
 
     The head's own fields are named `head.NAME`; fields that are None in the checkpoint as well are left out.
     """
-    found = checkpoint.flat()
-    copied = {name: found[name] for name in _PLAIN_FIELDS if getattr(section, name) is None}
-    if section.target_layer_ids is None and section.num_taps is None:
+    found, said = checkpoint.flat(), section.said(*section.PLAIN, "target_layer_ids")
+    copied = {name: found[name] for name in section.PLAIN if name not in said}
+    if "target_layer_ids" not in said and section.num_taps is None:
         copied["target_layer_ids"] = checkpoint.target_layer_ids
     if section.rope_theta is None:
         copied["rope"] = checkpoint.rope.as_parameters()
     if not _says_dtype(section):
         copied["dtype"] = checkpoint.dtype
-    copied |= {name: getattr(checkpoint, name) for name in _ONLY_IN_CHECKPOINTS}
+    copied |= {name: found[name] for name, field in FIELDS.items() if field.note.origin is Origin.CHECKPOINT}
     head = _copied_head(section, algorithm(section.algorithm).architecture, checkpoint)
     copied |= {f"head.{name}": value for name, value in head.items()}
     return {name: value for name, value in copied.items() if value is not None}
 
 
-# Section fields that are copied as they are into the configuration field of the same name.
-_PLAIN_FIELDS = (
-    "mask_token_id",
-    "block_size",
-    "num_hidden_layers",
-    "hidden_act",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "layer_types",
-    "sliding_window",
-    "causal",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-)
-
-# Fields that recipes do not have: a fresh draft takes the target's or the usual value, a warm start the checkpoint's.
-_ONLY_IN_CHECKPOINTS = ("attention_sinks", "initializer_range")
-
-_REQUIRED = {
-    "mask_token_id": "the id of a token that never occurs in text, such as a reserved one (never the pad or end token)",
-    "block_size": "the number of slots of a block, anchor included (published drafts: 16)",
-    "num_hidden_layers": "the number of layers of the draft (published drafts: 5)",
-}
-
-
 def _fresh(section: DraftSection, target: TargetFacts) -> dict[str, Any]:
     """Defaults for a draft that starts from nothing."""
-    for name, meaning in _REQUIRED.items():
-        if getattr(section, name) is None:
-            raise DraftsmithError(f"draft.{name} is missing and has no default; set it to {meaning}")
+    head = algorithm(section.algorithm).head
+    for name, field in FIELDS.items():
+        if field.note.needed is None or (field.owner is BlockShape and not head.needs_block):
+            continue
+        if section.value(name) is None:
+            raise DraftsmithError(f"draft.{name} is missing and has no default; set it to {field.note.needed}")
     text = target.text_config
-    layers = int(section.num_hidden_layers)  # type: ignore[arg-type]  # required above
+    layers = int(section.value("num_hidden_layers"))
     heads = text.num_attention_heads
     return {
         "hidden_act": "silu",
@@ -131,10 +107,10 @@ def _from_checkpoint(section: DraftSection, checkpoint: DraftConfig) -> dict[str
     fields = checkpoint.to_dict()
     fields["rope"] = _rope(section) or checkpoint.rope
     fields["target_layer_ids"] = _tap_ids(section, checkpoint.num_target_layers) or checkpoint.target_layer_ids
-    if section.num_hidden_layers is not None and section.num_hidden_layers > 0:
+    if layers := section.value("num_hidden_layers"):
         # Another number of layers cannot fit, which the comparison of tensors says, naming every one: let it get there.
         kinds = checkpoint.layer_types
-        fields["layer_types"] = tuple(kinds[min(i, len(kinds) - 1)] for i in range(section.num_hidden_layers))
+        fields["layer_types"] = tuple(kinds[min(i, len(kinds) - 1)] for i in range(layers))
     return fields
 
 
@@ -142,8 +118,8 @@ def _copied_head(section: DraftSection, architecture: str, checkpoint: DraftConf
     """The head's fields that a checkpoint of the same architecture says and the recipe does not."""
     if checkpoint is None or checkpoint.architecture != architecture:
         return {}
-    said = {name for name in section.model_fields_set if getattr(section, name) is not None}
-    return {name: value for name, value in checkpoint.head.items() if name not in said}
+    said = section.said(*section.model_fields_set)
+    return {name: value for name, value in checkpoint.head.model_dump().items() if name not in said}
 
 
 def _says_dtype(section: DraftSection) -> bool:
@@ -152,14 +128,15 @@ def _says_dtype(section: DraftSection) -> bool:
 
 def _tap_ids(section: DraftSection, num_target_layers: int) -> tuple[int, ...] | None:
     """The tapped layers as the section says them, by name or by number; None if it does not."""
-    if section.target_layer_ids is None:
+    ids: tuple[int, ...] | None = section.value("target_layer_ids")
+    if ids is None:
         return None if section.num_taps is None else default_tap_ids(num_target_layers, section.num_taps)
-    if section.num_taps is not None and section.num_taps != len(section.target_layer_ids):
+    if section.num_taps is not None and section.num_taps != len(ids):
         raise DraftsmithError(
-            f"draft.num_taps is {section.num_taps} and draft.target_layer_ids names {len(section.target_layer_ids)} "
-            f"layers ({list(section.target_layer_ids)}); leave one of the two out"
+            f"draft.num_taps is {section.num_taps} and draft.target_layer_ids names {len(ids)} layers ({list(ids)}); "
+            "leave one of the two out"
         )
-    return section.target_layer_ids
+    return ids
 
 
 def _rope(section: DraftSection) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.heads.dflash import DFlashHeadConfig
 from draftsmith.losses.linear_cross_entropy import linear_cross_entropy
 from draftsmith.targets.ends import TargetEnds
 
@@ -95,13 +96,10 @@ class DFlash(BlockAlgorithm[DecodingOptions]):
     """One forward proposes a block's B-1 tokens; no head of its own, and no decoding options."""
 
     name = "dflash"
-    architecture = "dflash"
+    head = DFlashHeadConfig
     summary = "Masked block, every slot predicted at once by itself"
     paper = "arXiv 2602.06036"
     section: ClassVar[type[DraftSection]] = DFlashSection
-
-    def head_config(self, section: Any) -> dict[str, Any]:
-        return {}
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
         return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_for("dflash").size)

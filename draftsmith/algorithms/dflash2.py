@@ -3,10 +3,10 @@ the slots, left to right (Inco AI, 2026)."""
 
 import logging
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, StrictInt
+from pydantic import Field
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
@@ -16,6 +16,7 @@ from draftsmith.algorithms.dflash2_path import DFlash2Filler, selector_of
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.options import DecodingOptions
+from draftsmith.algorithms.section import with_head
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
@@ -36,15 +37,12 @@ class DFlash2ObjectiveOptions(HeadOptions):
     selector_weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
 
+@with_head(DFlash2HeadConfig)
 class DFlash2Section(DraftSection):
     """The recipe's `draft` section for DFlash 2. The sizes of convolutions and selector are those of published drafts
     unless the recipe, or the checkpoint of `init_from`, says otherwise."""
 
     algorithm: Literal["dflash2"] = "dflash2"
-    conv_kernel_size: Annotated[StrictInt, Field(ge=1)] = 2
-    conv_group_size: Annotated[StrictInt, Field(ge=1)] = 16
-    selector_rank: Annotated[StrictInt, Field(ge=1)] = 256
-    selector_top_k: Annotated[StrictInt, Field(ge=1)] = 16
     objective: DFlash2ObjectiveOptions = DFlash2ObjectiveOptions()
 
 
@@ -151,13 +149,10 @@ class DFlash2(BlockAlgorithm[DecodingOptions]):
     """One forward, then B-1 small steps of the selector over each slot's candidates, which are all that it proposes."""
 
     name = "dflash2"
-    architecture = "dflash2"
+    head = DFlash2HeadConfig
     summary = "Masked block with convolutions, and a selector that picks a path through each slot's candidates"
     paper = "Inco AI, 2026-08"
     section: ClassVar[type[DraftSection]] = DFlash2Section
-
-    def head_config(self, section: Any) -> dict[str, Any]:
-        return {name: getattr(section, name) for name in DFlash2HeadConfig.model_fields}
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
         return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_for("dflash2").size)
@@ -172,7 +167,7 @@ class DFlash2(BlockAlgorithm[DecodingOptions]):
         from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
         from draftsmith.kernels.rollout.candidate_path import fits
 
-        head = cast(DFlash2HeadConfig, draft.config.head_config)
+        head = DFlash2HeadConfig.of(draft.config)
         if not fits(head.selector_top_k, head.selector_rank):
             _log.warning(
                 "dflash2: no kernel walks the path through %d candidates of rank %d (docs/methods/dflash2.md); it is "

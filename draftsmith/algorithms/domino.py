@@ -1,10 +1,10 @@
 """Domino: a masked block with logits corrected, left to right, by what the block says so far (arXiv 2605.29707)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool
 from torch import Tensor
 
 from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
@@ -14,6 +14,7 @@ from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary
+from draftsmith.algorithms.section import with_head
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
@@ -51,15 +52,12 @@ class DominoDecodingOptions(RolloutOptions):
     token_table: StrictBool = False
 
 
+@with_head(DominoHeadConfig)
 class DominoSection(DraftSection):
     """The recipe's `draft` section for Domino. `gru_hidden_dim` and `emb_dim` have no default; the head's fields mean
     what they mean in `DominoHeadConfig`."""
 
     algorithm: Literal["domino"] = "domino"
-    gru_hidden_dim: Annotated[StrictInt, Field(ge=1)] | None = None
-    emb_dim: Annotated[StrictInt, Field(ge=1)] | None = None
-    pure_draft_prefix_len: Annotated[StrictInt, Field(ge=0)] | None = None
-    shift_label: StrictBool | None = None
     objective: DominoObjectiveOptions = DominoObjectiveOptions()
 
 
@@ -159,7 +157,7 @@ class Domino(BlockAlgorithm[DominoDecodingOptions]):
     slot predicts (`shift_label`)."""
 
     name = "domino"
-    architecture = "domino"
+    head = DominoHeadConfig
     summary = "Masked block, corrected left to right by a GRU over the block's own tokens"
     paper = "arXiv 2605.29707"
     section: ClassVar[type[DraftSection]] = DominoSection
@@ -171,12 +169,8 @@ class Domino(BlockAlgorithm[DominoDecodingOptions]):
         "shift_label": True,
     }
 
-    def head_config(self, section: Any) -> dict[str, Any]:
-        fields = {name: getattr(section, name) for name in DominoHeadConfig.model_fields}
-        return {name: value for name, value in fields.items() if value is not None}
-
     def block_layout(self, config: DraftConfig) -> BlockLayout:
-        shifted = cast(DominoHeadConfig, config.head_config).shift_label
+        shifted = DominoHeadConfig.of(config).shift_label
         return BlockLayout(
             BlockKind.ANCHOR_FIRST if shifted else BlockKind.ANCHOR_KNOWN, config.block_for("domino").size
         )

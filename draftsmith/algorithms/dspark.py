@@ -19,6 +19,7 @@ from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
 from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary
+from draftsmith.algorithms.section import with_head
 from draftsmith.algorithms.serving import Served, Serving
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
@@ -26,7 +27,7 @@ from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.checks import number
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.drafts.heads.dspark import DSparkHead, corrected_logits
+from draftsmith.drafts.heads.dspark import DSparkHead, DSparkHeadConfig, corrected_logits
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.losses.teacher import TeacherLosses, cross_entropy_and_l1
@@ -51,19 +52,16 @@ class DSparkObjectiveOptions(HeadOptions):
         return self
 
 
+@with_head(DSparkHeadConfig)
 class DSparkSection(DraftSection):
     """The recipe's `draft` section for DSpark. The fields of the head are those of its configuration."""
 
     algorithm: Literal["dspark"] = "dspark"
-    markov_rank: int | None = None
-    markov_head_type: str = "vanilla"
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool | None = None
     objective: DSparkObjectiveOptions = DSparkObjectiveOptions()
 
     @model_validator(mode="after")
     def _has_what_it_weighs(self) -> Self:
-        if self.objective.confidence_weight is not None and not self.enable_confidence_head:
+        if self.objective.confidence_weight is not None and not self.value("enable_confidence_head"):
             raise ValueError(_no_confidence_head("objective.confidence_weight", self.objective.confidence_weight))
         return self
 
@@ -215,7 +213,7 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
     (`min_survival`)."""
 
     name = "dspark"
-    architecture = "dspark"
+    head = DSparkHeadConfig
     summary = "Masked block with a bias from the token before, and a confidence for every slot"
     paper = "arXiv 2607.05147"
     section: ClassVar[type[DraftSection]] = DSparkSection
@@ -223,16 +221,10 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
     published_head: ClassVar[dict[str, Any]] = {"markov_rank": 256}
     trimming_options: ClassVar[tuple[str, ...]] = ("min_survival",)
 
-    def head_config(self, section: Any) -> dict[str, Any]:
-        with_markov = section.confidence_head_with_markov
-        fields = {
-            "markov_rank": section.markov_rank,
-            "markov_head_type": section.markov_head_type,
-            "enable_confidence_head": section.enable_confidence_head,
-            # A confidence head reads the Markov embedding unless told otherwise.
-            "confidence_head_with_markov": section.enable_confidence_head if with_markov is None else with_markov,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
+    def head_config(self, section: DraftSection) -> dict[str, Any]:
+        said = super().head_config(section)
+        # A confidence head reads the Markov embedding unless told otherwise.
+        return {"confidence_head_with_markov": said["enable_confidence_head"], **said}
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
         return BlockLayout(BlockKind.ANCHOR_FIRST, config.block_for("dspark").size)
@@ -248,7 +240,7 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
     def objective(self, config: DraftConfig, section: Any) -> Objective:
         options: DSparkObjectiveOptions = section.objective
         weight = options.confidence_weight
-        if config.head["enable_confidence_head"]:
+        if DSparkHeadConfig.of(config).enable_confidence_head:
             return DSparkObjective(self.block_layout(config), options, 1.0 if weight is None else weight)
         if weight is not None:  # the checkpoint's head has none
             raise DraftsmithError(_no_confidence_head("draft.objective.confidence_weight", weight))

@@ -48,7 +48,6 @@ class DTA(DFlash):
     """DFlash in everything but the training blocks, of which the first slots carry their true tokens."""
 
     name = "dta"
-    architecture = "dflash"
     summary = "DFlash trained with a visible prefix of random length in every block"
     paper = "arXiv 2606.04446"
     section = DTASection

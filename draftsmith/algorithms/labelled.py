@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Options
+from draftsmith.algorithms.options import Options
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.losses.linear_cross_entropy import labelled_first, rows_at_a_time
 from draftsmith.targets.ends import TargetEnds

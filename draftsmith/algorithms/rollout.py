@@ -1,4 +1,4 @@
-"""How a sequential head fills a block: the decoding options that Domino and DSpark share, and what they check.
+"""How a sequential head fills a block: the decoding options that such heads share, and what they check.
 
 Three rollouts give the same tokens up to rounding: `plain` hands every step's logits to the request's sampler; `dense`
 keeps one key a row and step (`kernels.vocabulary.keys`) and never writes a vocabulary of logits when decoding greedily;

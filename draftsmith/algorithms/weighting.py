@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import Options
+from draftsmith.algorithms.options import Options
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.weights import (
     continuation_value_weights,

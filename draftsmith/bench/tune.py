@@ -5,8 +5,8 @@ draft, not on the machine: acceptance is recorded once at every anchor of the ta
 each block size, and any number of proposals is replayed on it. The second depends on the machine and the shapes, not on
 the text: it is measured once for each pair of block size and proposals.
 
-Options that leave proposals out (DSpark's `min_survival`) are not tried, and refused: a verify has one width whatever
-it is given, so with fewer proposals a cycle costs the same and commits no more. Such an option can only lose.
+Options that leave proposals out (`Algorithm.trimming_options`) are not tried, and refused: a verify has one width
+whatever it is given, so with fewer proposals a cycle costs the same and commits no more. Such an option can only lose.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

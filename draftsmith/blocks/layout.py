@@ -12,8 +12,8 @@ from draftsmith.errors import DraftsmithError
 class BlockKind(StrEnum):
     """How slots and tokens line up.
 
-    `anchor_known`: slot 0 carries the anchor, slot k >= 1 predicts token a+k (DFlash, DFlash 2, DTA, Domino unshifted).
-    `anchor_first`: the anchor's own slot already predicts; slot k >= 0 predicts token a+k+1 (DSpark, Domino shifted).
+    `anchor_known`: slot 0 carries the anchor, slot k >= 1 predicts token a+k.
+    `anchor_first`: the anchor's own slot already predicts; slot k >= 0 predicts token a+k+1.
     """
 
     ANCHOR_KNOWN = "anchor_known"

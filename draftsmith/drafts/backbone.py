@@ -226,14 +226,10 @@ def _of_any_size(dim: int, *tensors: Tensor) -> None:
 class Backbone(nn.Module):
     """Fuses tapped features into context, and runs blocks of embeddings over it."""
 
-    def __init__(
-        self, config: DraftConfig, wrappers: Callable[[DraftConfig], dict[str, nn.Module]] | None = None
-    ) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.attention_kinds = config.attention_kinds
-        self.layers = nn.ModuleList(
-            Layer(config, kind, wrappers(config) if wrappers is not None else {}) for kind in self.attention_kinds
-        )
+        self.layers = nn.ModuleList(Layer(config, kind, config.head.wrappers(config)) for kind in self.attention_kinds)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
 
 from draftsmith.errors import DraftsmithError
@@ -69,8 +70,8 @@ def one_of(allowed: Callable[[], Iterable[Any]]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-PositiveInt = Annotated[int, integer(1)]
-CountInt = Annotated[int, integer(0)]
+PositiveInt = Annotated[int, Ge(1), integer(1)]
+CountInt = Annotated[int, Ge(0), integer(0)]
 PositiveFloat = Annotated[float, number(above=0.0)]
 Bool = Annotated[bool, boolean()]
 

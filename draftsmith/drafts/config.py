@@ -1,10 +1,11 @@
 """The draft's configuration, parsed and validated: the one owner of rope, mask token, tapped layers and head sizes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Protocol, Self
 
 import torch
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationInfo, model_validator
 
 from draftsmith.base.dtypes import DTYPES
 from draftsmith.drafts.attention import AttentionKind
@@ -16,10 +17,12 @@ from draftsmith.drafts.checks import (
     PositiveInt,
     one_of,
 )
+from draftsmith.drafts.fields import Declared, Note, Origin, Warm, declared
 from draftsmith.drafts.heads import HEADS, HeadConfig
 from draftsmith.drafts.rope_config import RopeConfig
 from draftsmith.drafts.shapes import FLAT_NAMES, BlockShape, VocabularyShape
 from draftsmith.layouts.attention_fields import FULL, SLIDING, is_causal
+from draftsmith.layouts.spelling import Place
 from draftsmith.targets.taps import tap_fault
 
 
@@ -37,13 +40,33 @@ def _layer_ids(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     return ids
 
 
+def _head(value: Any, info: ValidationInfo) -> HeadConfig:
+    """The typed head of a dictionary (or one that is typed already), as the architecture has it."""
+    kind = HEADS.get(info.data.get("architecture", ""), HeadConfig)
+    if isinstance(value, HeadConfig):
+        if kind is not HeadConfig and type(value) is not kind:
+            raise ValueError(f"head is a {type(value).__name__}; allowed: a {kind.__name__}")
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"head is {value!r}; allowed: a dictionary of the head's own fields")
+    if kind is HeadConfig:  # an architecture that is not known, which is said already
+        return HeadConfig()
+    try:
+        return kind.parse(value)
+    except DraftConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+_NETWORK = Place(network=True)
+
+
 class DraftConfig(Checked):
     """Canonical configuration of a draft network (see `layouts` for how files spell the fields).
 
     Every fault raises `DraftConfigError`, which names the field, the value and what is allowed. `dtype` is the dtype
     of the exported weights; the parameters in memory may be wider. `causal` overrides, for all layers, whether slots
     of a block see later slots (None: full layers do, sliding layers do not). `head` holds the fields of the
-    architecture's head, checked by the head's own typed configuration (`head_config`). `block` is the block of masked
+    architecture's head, in the head's own typed configuration. `block` is the block of masked
     slots of drafts that decode one, and `vocabulary` that of drafts which know a part of the target's tokens only;
     without it the target's output head is the draft's.
 
@@ -54,32 +77,124 @@ class DraftConfig(Checked):
     subject = "the draft configuration"
     other_names = FLAT_NAMES
 
-    architecture: Annotated[str, one_of(lambda: HEADS)]
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    intermediate_size: PositiveInt
-    hidden_act: Annotated[str, one_of(lambda: ["silu"])] = "silu"
-    rms_norm_eps: PositiveFloat = 1e-6
-    vocab_size: PositiveInt
-    max_position_embeddings: PositiveInt
-    rope: RopeConfig
-    layer_types: Annotated[tuple[str, ...], BeforeValidator(_sequence)]
-    sliding_window: PositiveInt | None = None
-    causal: Bool | None = None
-    attention_sinks: Bool = False
-    initializer_range: PositiveFloat = 0.02
-    dtype: Annotated[str, one_of(lambda: DTYPES)] = "bfloat16"
+    architecture: Annotated[str, one_of(lambda: HEADS), Note("What the network adds to the backbone.", Origin.METHOD)]
+    hidden_size: Annotated[PositiveInt, Note("Width of the hidden states.", Origin.TARGET, files=_NETWORK)]
+    num_hidden_layers: Annotated[
+        PositiveInt,
+        Note("Layers of the draft.", needed="the number of layers of the draft (published drafts: 5)", files=_NETWORK),
+    ]
+    num_attention_heads: Annotated[PositiveInt, Note("Query heads of a layer.", files=_NETWORK)]
+    num_key_value_heads: Annotated[PositiveInt, Note("Key and value heads of a layer.", files=_NETWORK)]
+    head_dim: Annotated[PositiveInt, Note("Channels of a head.", files=_NETWORK)]
+    intermediate_size: Annotated[PositiveInt, Note("Width of a layer's MLP.", files=_NETWORK)]
+    hidden_act: Annotated[str, one_of(lambda: ["silu"]), Note("Activation of the MLP; only silu.", files=_NETWORK)] = (
+        "silu"
+    )
+    rms_norm_eps: Annotated[
+        PositiveFloat,
+        Note(
+            "Added to the mean square in every RMSNorm.",
+            files=_NETWORK,
+            warm="norms are computed otherwise than the checkpoint was trained with",
+        ),
+    ] = 1e-6
+    vocab_size: Annotated[
+        PositiveInt,
+        Note(
+            "Rows of the target's output head.",
+            Origin.TARGET,
+            files=_NETWORK,
+            warm="the checkpoint was trained on the tokens of another target",
+        ),
+    ]
+    max_position_embeddings: Annotated[
+        PositiveInt, Note("Positions that the draft may be used at.", files=_NETWORK, warm=Warm.FREE)
+    ]
+    rope: Annotated[
+        RopeConfig,
+        Note(
+            "The rotary embedding.",
+            Origin.METHOD,
+            warm="keys and queries are rotated otherwise than the checkpoint was trained with",
+        ),
+    ]
+    layer_types: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_sequence),
+        Note(
+            "Each layer's attention: full_attention or sliding_attention.",
+            warm="layers see another part of the context than they were trained on",
+        ),
+    ]
+    sliding_window: Annotated[
+        PositiveInt | None,
+        Note(
+            "Tokens that a sliding layer sees, its own position included.",
+            warm="sliding layers see another part of the context than they were trained on",
+        ),
+    ] = None
+    causal: Annotated[
+        Bool | None,
+        Note(
+            "Whether slots of a block see no later ones, for all layers; left out: those of sliding layers do not.",
+            warm="slots see other slots of their block than they were trained on",
+        ),
+    ] = None
+    attention_sinks: Annotated[Bool, Note("Whether each head has an attention sink.", Origin.CHECKPOINT)] = False
+    initializer_range: Annotated[
+        PositiveFloat,
+        Note("Standard deviation of fresh weights.", Origin.CHECKPOINT, files=_NETWORK, warm=Warm.FREE),
+    ] = 0.02
+    dtype: Annotated[
+        str,
+        one_of(lambda: DTYPES),
+        Note("The dtype of the exported weights.", recipe_default="bfloat16", warm=Warm.FREE),
+    ] = "bfloat16"
     block: BlockShape | None = None
     vocabulary: VocabularyShape | None = None
-    target_layer_ids: Annotated[tuple[int, ...], BeforeValidator(_layer_ids)]
-    num_target_layers: PositiveInt
-    output_multiplier: PositiveFloat = 1.0
-    final_logit_softcapping: PositiveFloat | None = None
-    input_embedding_scale: PositiveFloat = 1.0
-    head: dict[str, Any] = Field(default_factory=dict)
+    target_layer_ids: Annotated[
+        tuple[int, ...],
+        BeforeValidator(_layer_ids),
+        Note(
+            "The target's layers whose outputs the draft reads, counted from 0.",
+            files=Place(nested=True, speculators="aux_hidden_state_layer_ids"),
+            warm="the context projection meets the states of other layers than it was trained on",
+        ),
+    ]
+    num_target_layers: Annotated[
+        PositiveInt,
+        Note(
+            "Layers of the target.",
+            Origin.TARGET,
+            files=Place(speculators="num_target_layers"),
+            warm="the checkpoint was trained on the states of another target",
+        ),
+    ]
+    output_multiplier: Annotated[
+        PositiveFloat,
+        Note("Multiplies the logits.", files=Place(nested=True), warm="logits are scaled otherwise than in training"),
+    ] = 1.0
+    final_logit_softcapping: Annotated[
+        PositiveFloat | None,
+        Note(
+            "Soft-cap c of the logits: c * tanh(logits / c).",
+            files=Place(nested=True),
+            warm="logits are capped otherwise than in training",
+        ),
+    ] = None
+    input_embedding_scale: Annotated[
+        PositiveFloat,
+        Note(
+            "Multiplies the target's embeddings as the draft reads them.",
+            files=Place(nested=True),
+            warm="embeddings are scaled otherwise than in training",
+        ),
+    ] = 1.0
+    head: Annotated[
+        SerializeAsAny[HeadConfig],
+        BeforeValidator(_head),
+        Note("The head's own fields.", Origin.METHOD, warm="the head is used otherwise than it was trained"),
+    ] = Field(default_factory=dict, validate_default=True)
 
     @classmethod
     def parse(cls, config: "DraftConfig | dict[str, Any]") -> "DraftConfig":
@@ -113,10 +228,10 @@ class DraftConfig(Checked):
 
     def meaning(self) -> dict[str, Any]:
         """What the configuration says, however it is spelt: field -> value, with who sees whom (`attention`) in place
-        of the fields that make it up, and the head with its defaults."""
-        spelt = {"layer_types", "sliding_window", "causal", "head"}
+        of the fields that make it up."""
+        spelt = {"layer_types", "sliding_window", "causal"}
         fields = {name: value for name, value in self.flat().items() if name not in spelt}
-        return {**fields, "attention": self.attention_kinds, "head": self.head_config}
+        return {**fields, "attention": self.attention_kinds}
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -133,11 +248,6 @@ class DraftConfig(Checked):
     def rotary_dim(self) -> int:
         """Channels of each head that rotate."""
         return int(self.head_dim * self.rope.partial_rotary_factor)
-
-    @property
-    def head_config(self) -> HeadConfig | None:
-        """The head's typed configuration, None for an architecture without a head."""
-        return HEADS[self.architecture].parse(self.head)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -190,22 +300,24 @@ class DraftConfig(Checked):
         fault = tap_fault(self.target_layer_ids, self.num_target_layers, "target_layer_ids")
         if fault is not None:
             yield fault
-        head = HEADS[self.architecture].parse(self.head)
-        if head is not None:
-            yield from head.disagreements(self)
+        yield from self.head.disagreements(self)
 
     def _faults_of_parts(self) -> Iterable[str]:
         """Faults of block and vocabulary against the rest."""
-        spec = HEADS[self.architecture]
-        if self.block is None and spec.needs_block:
+        if self.block is None and self.head.needs_block:
             for name in ("block_size", "mask_token_id"):
                 yield f"{name} is missing; {self.subject} needs it and it has no default"
+        if self.block is not None and not self.head.needs_block:
+            yield (
+                f"block_size is {self.block.size} and mask_token_id {self.block.mask_token_id}; allowed for "
+                f"{self.architecture!r}: neither, since its drafts fill no blocks of masked slots"
+            )
         if self.block is not None and self.block.mask_token_id >= self.vocab_size:
             yield (
                 f"mask_token_id is {self.block.mask_token_id}; allowed: an id below vocab_size, which is "
                 f"{self.vocab_size} (an unused id of the target's vocabulary)"
             )
-        if self.vocabulary is not None and not spec.own_vocabulary:
+        if self.vocabulary is not None and not self.head.own_vocabulary:
             yield (
                 f"draft_vocab_size is {self.vocabulary.size}; allowed for {self.architecture!r}: none, since its "
                 "drafts use the target's output head"
@@ -215,6 +327,16 @@ class DraftConfig(Checked):
                 f"draft_vocab_size is {self.vocabulary.size}; allowed: 1 to {self.vocab_size}, the target's tokens "
                 "(vocab_size)"
             )
+
+
+def _table() -> Iterator[Declared]:
+    parts: dict[str, type[BaseModel]] = {"block": BlockShape, "vocabulary": VocabularyShape}
+    for name, info in DraftConfig.model_fields.items():
+        if name not in parts:
+            yield from declared({name: info}, DraftConfig)
+            continue
+        for field in declared(parts[name].model_fields, parts[name]):
+            yield replace(field, name=FLAT_NAMES[name, field.name])
 
 
 def _flattened(fields: dict[str, Any]) -> dict[str, Any]:
@@ -257,3 +379,7 @@ def check_against_target(config: DraftConfig, target: TargetSizes) -> None:
     ]
     if faults:
         raise DraftConfigError("the draft does not fit the target:\n" + "\n".join(faults))
+
+
+FIELDS: Mapping[str, Declared] = {field.name: field for field in _table()}
+"""Every field by its flat name, as its model declares it."""

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.directory import read_directory, write_directory
 from draftsmith.drafts.draft import Draft, check_weights
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import CARRY_TARGET, CanonicalDraft, TargetParts, read_directory, write_directory
+from draftsmith.layouts import CARRY_TARGET, CanonicalDraft, TargetParts
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.location import locate, read_config
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,10 @@ from draftsmith.base.paths import user_path
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.heads import HEADS
+from draftsmith.drafts.directory import read_directory, write_directory
 from draftsmith.drafts.vocabulary import DraftVocabulary
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import TargetParts, read_directory, write_directory
+from draftsmith.layouts import TargetParts
 
 if TYPE_CHECKING:
     from draftsmith.targets.ends import TargetEnds
@@ -49,10 +49,9 @@ class Draft(nn.Module, Generic[HeadT]):
     def __init__(self, config: DraftConfig) -> None:
         """The modules with parameters not set; use `from_config` or `load`."""
         super().__init__()
-        spec = HEADS[config.architecture]
         self.config = config
-        self.backbone = Backbone(config, spec.wrappers)
-        self.head = spec.build(config) if spec.build is not None else None  # type: ignore[assignment]  # by architecture
+        self.backbone = Backbone(config)
+        self.head = cast(HeadT, config.head.build(config))
         self.vocabulary = None
         if config.vocabulary is not None:
             self.vocabulary = DraftVocabulary(config.vocabulary.size, config.hidden_size, config.vocab_size)

@@ -4,9 +4,12 @@ own."""
 from collections.abc import Mapping
 from typing import Annotated
 
+from annotated_types import Ge
 from pydantic import BaseModel, ConfigDict
 
 from draftsmith.drafts.checks import integer
+from draftsmith.drafts.fields import Note, Warm
+from draftsmith.layouts.spelling import Place
 
 
 class BlockShape(BaseModel):
@@ -17,8 +20,28 @@ class BlockShape(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: Annotated[int, integer(2, "block_size")]
-    mask_token_id: Annotated[int, integer(0)]
+    size: Annotated[
+        int,
+        Ge(2),
+        integer(2, "block_size"),
+        Note(
+            "Slots of a block, the anchor's included.",
+            needed="the number of slots of a block, anchor included (published drafts: 16)",
+            files=Place(speculators="block_size"),
+            warm=Warm.FREE,
+        ),
+    ]
+    mask_token_id: Annotated[
+        int,
+        Ge(0),
+        integer(0),
+        Note(
+            "The token that masked slots read: one of the target's that never occurs in text.",
+            needed="the id of a token that never occurs in text, such as a reserved one (never the pad or end token)",
+            files=Place(nested=True, speculators="mask_token_id"),
+            warm="masked slots read an embedding that the checkpoint was never trained on",
+        ),
+    ]
 
 
 class VocabularyShape(BaseModel):
@@ -30,7 +53,12 @@ class VocabularyShape(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    size: Annotated[int, integer(1, "draft_vocab_size")]
+    size: Annotated[
+        int,
+        Ge(1),
+        integer(1, "draft_vocab_size"),
+        Note("Tokens that the draft knows, each with a row in an output head of its own; left out: the target's head."),
+    ]
 
 
 FLAT_NAMES: Mapping[tuple[str, ...], str] = {

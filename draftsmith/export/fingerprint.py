@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.layouts import read_directory
+from draftsmith.drafts.directory import read_directory
 
 
 def fingerprint(config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:

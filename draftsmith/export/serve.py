@@ -8,6 +8,7 @@ from typing import Any
 
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.directory import family
 from draftsmith.layouts.consumers import SGLANG, VLLM, VLLM_SPECULATORS, Consumer
 
 # Layouts that a server reads; which drafts it runs as they were trained is in the consumers' tables.
@@ -71,7 +72,7 @@ def _refusal(config: DraftConfig, layout: str, readers: dict[str, Consumer]) -> 
     if layout not in readers:
         known = " or ".join(map(repr, readers))
         return NotServed(f"Not from layout {layout!r}; export it again in layout {known}.")
-    faults = readers[layout].faults(config.to_dict())
+    faults = readers[layout].faults(config.to_dict(), family())
     return NotServed(f"Not this draft: {'; '.join(faults)}.") if faults else None
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.drafts.directory import read_directory
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import read_directory
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import TargetStates
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from draftsmith.layouts import files
 from draftsmith.layouts.canonical import CanonicalDraft, Layout, LayoutError, TargetParts
 from draftsmith.layouts.speculators import SpeculatorsLayout
+from draftsmith.layouts.spelling import Family
 from draftsmith.layouts.variants import DeepSpecLayout, ModelOptimizerLayout, SglangLayout, SpecForgeLayout
 from draftsmith.layouts.zlab import ZlabLayout
 
@@ -17,6 +18,7 @@ __all__ = [
     "LAYOUTS",
     "WRITABLE",
     "CanonicalDraft",
+    "Family",
     "LayoutError",
     "TargetParts",
     "read_directory",
@@ -44,9 +46,9 @@ CARRY_TARGET = tuple(name for name, layout in LAYOUTS.items() if layout.carries_
 
 
 def read_directory(
-    path: str | Path, layout: str | None = None, *, strict: bool = False, allow_pickle: bool = False
+    path: str | Path, family: Family, layout: str | None = None, *, strict: bool = False, allow_pickle: bool = False
 ) -> CanonicalDraft:
-    """Reads a draft directory, recognising its layout from its files unless told.
+    """Reads a draft directory, recognising its layout from its files unless told (`drafts.directory` knows the family).
 
     strict: fields of the draft's section that nothing uses are errors (training input); otherwise they become notes
     (other people's drafts). The section is `dflash_config`, where there is one, and with `speculators` all of
@@ -56,10 +58,10 @@ def read_directory(
     """
     directory = Path(path)
     config = files.read_config(directory)
-    reader = _layout(layout) if layout is not None else _recognise(config, directory)
+    reader = _layout(layout) if layout is not None else _recognise(config, directory, family)
     tensors = files.read_tensors(directory, allow_pickle)
     try:
-        return reader.read(config, tensors, strict)
+        return reader.read(config, tensors, family, strict)
     except LayoutError as error:
         raise LayoutError(f"{directory}: {error}") from None
 
@@ -69,6 +71,7 @@ def write_directory(
     layout: str,
     config: dict[str, Any],
     tensors: dict[str, Tensor],
+    family: Family,
     extra_files: Mapping[str, str | bytes] | None = None,
     target: TargetParts | None = None,
     check: Callable[[Path], object] | None = None,
@@ -86,7 +89,7 @@ def write_directory(
     wrong = sorted(name for name, tensor in tensors.items() if str(tensor.dtype) != f"torch.{config['dtype']}")
     if wrong:
         raise LayoutError(f"dtype is declared as {config['dtype']}, but {', '.join(wrong)} hold another; convert them")
-    content, named = writer.write(config, tensors, target)
+    content, named = writer.write(config, tensors, family, target)
     files.write(Path(path), content, named, extra_files or {}, check)
 
 
@@ -96,10 +99,10 @@ def _layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def _recognise(config: dict[str, Any], directory: Path) -> Layout:
+def _recognise(config: dict[str, Any], directory: Path, family: Family) -> Layout:
     names = frozenset(path.name for path in directory.iterdir())
     for layout in LAYOUTS.values():
-        if layout.recognises(config, names):
+        if layout.recognises(config, names, family):
             return layout
     raise LayoutError(
         f"{directory / files.CONFIG} is of no layout that is known ({', '.join(LAYOUTS)}); its architectures is "

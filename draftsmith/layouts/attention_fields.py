@@ -32,6 +32,26 @@ def read_attention(fields: Fields) -> dict[str, Any]:
     return {name: value for name, value in {**attention, "causal": causal}.items() if value is not None}
 
 
+def attention_mode(heads: Any, kv_heads: Any) -> str:
+    """SpecForge's name for attention with these numbers of heads."""
+    return "mha" if heads == kv_heads else "gqa"
+
+
+def check_attention_mode(fields: Fields) -> None:
+    """Raises `LayoutError` for an `attention_mode` (SpecForge's field) of another network, or one that contradicts the
+    numbers of heads: `gqa` is any number of key and value heads, `mha` as many as query heads."""
+    mode, heads, kv_heads = (fields.get(n) for n in ("attention_mode", "num_attention_heads", "num_key_value_heads"))
+    if mode not in (None, "gqa", "mha"):
+        raise LayoutError(
+            f"attention_mode is {mode!r}; allowed: 'gqa', 'mha', since drafts here have keys and values of their own"
+        )
+    if mode == "mha" and heads != kv_heads:
+        raise LayoutError(
+            f"attention_mode is 'mha', but num_attention_heads is {heads!r} and num_key_value_heads {kv_heads!r}; "
+            "allowed: 'mha' where the two are equal, 'gqa' otherwise"
+        )
+
+
 def any_sliding(config: dict[str, Any]) -> bool:
     """Whether a layer slides; what is no list of layers is left to the checks of the configuration."""
     layer_types = config.get("layer_types")

@@ -1,11 +1,14 @@
 """What every layout is read into and written from."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.layouts.spelling import Family
 
 
 class LayoutError(DraftsmithError):
@@ -52,16 +55,18 @@ class Layout(Protocol):
     writable: bool
     carries_target: bool
 
-    def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
+    def recognises(self, config: dict[str, Any], files: frozenset[str], family: "Family") -> bool:
         """Whether a directory is of this layout, from its `config.json` and the names of its files."""
         ...
 
-    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
+    def read(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], family: "Family", strict: bool
+    ) -> CanonicalDraft:
         """Files -> canonical. strict: fields of the draft's section that nobody knows are errors, otherwise notes."""
         ...
 
     def write(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetParts | None
+        self, config: dict[str, Any], tensors: dict[str, Tensor], family: "Family", target: TargetParts | None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Canonical -> (the content of `config.json`, tensors by their names in the file).
 

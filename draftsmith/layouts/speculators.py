@@ -1,24 +1,23 @@
 """The speculators layout, which vLLM serves by itself: the target's ends inside, taps counted from one."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from draftsmith.layouts.attention_fields import any_sliding, qwen3_layers, uniform_kind
+from draftsmith.layouts.attention_fields import any_sliding, check_attention_mode, qwen3_layers, uniform_kind
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
 from draftsmith.layouts.consumers import SPECULATORS
 from draftsmith.layouts.fields import Fields, refuse_unsupported, rope_parameters, tell_unknown
 from draftsmith.layouts.layer_ids import from_layer_input_ids, to_layer_input_ids
+from draftsmith.layouts.spelling import Family, Member, SpeculatorsSpelling
 from draftsmith.layouts.variants import refuse
 from draftsmith.layouts.vocabulary import EMBEDDING, HEAD, check_whole_vocabulary
 from draftsmith.layouts.zlab import (
-    FAMILY,
-    NETWORK,
     canonical_tensors,
     read_dtype,
     renamed,
     without_prefix,
+    written_layers,
     written_rope,
 )
 
@@ -39,23 +38,6 @@ _WRITERS_OWN = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How one architecture is spelt: `architectures[0]`, whether the anchor's slot predicts, and whether its sliding
-    layers see the whole block where the file does not say."""
-
-    class_name: str
-    sample_from_anchor: bool
-    sliding_non_causal: bool = False
-
-
-_KINDS = {
-    "dflash": _Kind("DFlashSpeculator", False),
-    "dflash2": _Kind("DFlash2DraftModel", False, sliding_non_causal=True),
-    "dspark": _Kind("DSparkSpeculator", True),
-}
-
-
 class SpeculatorsLayout:
     """Reads and writes the speculators layout."""
 
@@ -63,121 +45,72 @@ class SpeculatorsLayout:
     writable = True
     carries_target = True
 
-    def recognises(self, config: dict[str, Any], files: frozenset[str]) -> bool:
+    def recognises(self, config: dict[str, Any], files: frozenset[str], family: Family) -> bool:
         return TYPE in config
 
-    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], strict: bool) -> CanonicalDraft:
+    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], family: Family, strict: bool) -> CanonicalDraft:
         """See `Layout.read`; `LayoutError` for a reduced vocabulary, for what the files do not say, and for what is not
         supported."""
-        architecture = config.get(TYPE)
-        if architecture not in _KINDS:
-            raise LayoutError(f"{TYPE} is {architecture!r}; allowed: {', '.join(map(repr, _KINDS))}")
-        kind = _KINDS[architecture]
-        member = next(member for member in FAMILY if member.architecture == architecture)
+        member, kind = _member(config.get(TYPE), family)
         notes: list[str] = []
-        fields = Fields(_with_defaults(config, notes), NETWORK_SECTION)
+        fields = Fields(_with_defaults(config, family, notes), NETWORK_SECTION)
         tensors, extras = canonical_tensors(tensors)
         parts = {without_prefix(name): tensor for name, tensor in extras.items()}
         check_whole_vocabulary(parts, fields.get("vocab_size"), fields.get("draft_vocab_size"))
-        tensors = renamed(tensors, member.other_names)
-        if fields.get("num_target_layers") is None:
-            raise LayoutError(
-                "num_target_layers is missing, which this layout does not have by itself; add the target's number of "
-                "layers to config.json"
-            )
-        sampled = fields.get("sample_from_anchor")
-        if sampled not in (None, kind.sample_from_anchor):
-            raise LayoutError(
-                f"sample_from_anchor is {sampled!r}; allowed for {architecture!r}: {kind.sample_from_anchor}"
-            )
-        canonical: dict[str, Any] = {"architecture": architecture}
-        canonical |= {name: fields.get(name) for name in NETWORK}
-        canonical |= {name: fields.get(name) for name in ("block_size", "mask_token_id", "num_target_layers")}
-        canonical["target_layer_ids"] = _tap_ids(fields.get("aux_hidden_state_layer_ids"))
+        tensors = renamed(tensors, member.spelling.other_names)
+        _check_own(fields, member, kind)
+        canonical: dict[str, Any] = {"architecture": member.architecture}
+        canonical |= {name: fields.get(name) for name in family.network}
+        canonical |= {name: fields.get(spelt) for name, spelt in _own(family).items()}
+        canonical["target_layer_ids"] = _tap_ids(canonical["target_layer_ids"])
         canonical["rope"] = rope_parameters(fields.nested)
-        canonical |= qwen3_layers(fields.nested, fields.get("num_hidden_layers"))
-        loose = fields.get("sliding_window_non_causal")
-        if loose not in (None, True, False):
-            raise LayoutError(f"sliding_window_non_causal is {loose!r}; allowed: true, false")
-        if any_sliding(canonical):
-            # Full layers always see the whole block here; the field is about the sliding ones.
-            loose = kind.sliding_non_causal if loose is None else loose
-            canonical["causal"] = False if loose else None
-        else:
-            canonical["causal"] = False
+        canonical |= _attention(fields, kind)
         canonical["attention_sinks"] = False
         fields.get("dtype")  # in two places, which must agree
         canonical["dtype"] = read_dtype({**fields.nested, **config}, tensors, notes)
-        if member.read_head is not None:
-            canonical["head"] = member.read_head(fields, tensors)
-        else:
-            canonical["head"] = {name: value for name in member.head if (value := fields.get(name)) is not None}
+        canonical["head"] = member.read_head(fields, tensors)
+        check_attention_mode(fields)
         refuse_unsupported(fields)
-        tell_unknown(_unknown(fields), architecture, strict, notes)
+        tell_unknown(_unknown(fields), member.architecture, strict, notes)
         canonical = {name: value for name, value in canonical.items() if value is not None}
         return CanonicalDraft(canonical, tensors, self.name, sorted(extras), notes, _target_parts(config, parts))
 
     def write(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetParts | None
+        self, config: dict[str, Any], tensors: dict[str, Tensor], family: Family, target: TargetParts | None
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `Layout.write`. Carries the target's embedding and output head, in the draft's dtype."""
-        architecture = config["architecture"]
-        faults = SPECULATORS.faults(config)
+        faults = SPECULATORS.faults(config, family)
         if target is None:
             faults.append(
                 "the target's embedding and output head are part of this layout; name the target (--target MODEL)"
             )
         refuse(self.name, faults)
         assert target is not None
-        kind = _KINDS[architecture]
+        member, kind = _member(config["architecture"], family)
         for name, end in (("embedding", target.embedding), ("output head", target.output_head)):
             wanted = [config["vocab_size"], config["hidden_size"]]
             if list(end.shape) != wanted:
                 raise LayoutError(f"the target's {name} is {list(end.shape)}; this draft wants {wanted}")
         kind_of_layers = uniform_kind(config)
         assert kind_of_layers is not None  # else refused above
-        sliding, causal = kind_of_layers
-        network: dict[str, Any] = {"model_type": "qwen3", **{name: config[name] for name in NETWORK}}
+        network: dict[str, Any] = {"model_type": "qwen3", **{name: config[name] for name in family.network}}
         network |= written_rope(config["rope"])
-        network |= {
-            "dtype": config["dtype"],
-            "layer_types": list(config["layer_types"]),
-            "use_sliding_window": sliding,
-            "sliding_window": config["sliding_window"] if sliding else None,
-            "max_window_layers": config["num_hidden_layers"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-        }
-        block_size = config["block_size"]
+        network |= {"dtype": config["dtype"], **written_layers(config)}
         written = {
             "architectures": [kind.class_name],
-            TYPE: architecture,
-            "block_size": block_size,
-            "mask_token_id": config["mask_token_id"],
+            TYPE: member.architecture,
+            **{spelt: config[name] for name, spelt in _own(family).items()},
             "draft_vocab_size": config["vocab_size"],
             "target_hidden_size": config["hidden_size"],
-            "num_target_layers": config["num_target_layers"],
             "aux_hidden_state_layer_ids": to_layer_input_ids(config["target_layer_ids"]),
             "sample_from_anchor": kind.sample_from_anchor,
             # vLLM takes the opposite of this for the causality of every layer, full ones too.
-            "sliding_window_non_causal": not causal,
+            "sliding_window_non_causal": not kind_of_layers[1],
             **config["head"],
             "tie_word_embeddings": False,
             "dtype": config["dtype"],
             NETWORK_SECTION: network,
-            "speculators_config": {
-                "algorithm": architecture,
-                "proposal_methods": [
-                    {
-                        "proposal_type": "greedy",
-                        "speculative_tokens": block_size if kind.sample_from_anchor else block_size - 1,
-                        "verifier_accept_k": 1,
-                    }
-                ],
-                "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
-            },
+            "speculators_config": _proposals(member, kind, config["block_size"], target),
         }
         ends = {EMBEDDING: target.embedding, HEAD: target.output_head}
         dtype = next(iter(tensors.values())).dtype
@@ -185,7 +118,61 @@ class SpeculatorsLayout:
         return written, {**tensors, **{name: end.detach().to("cpu", dtype, copy=True) for name, end in ends.items()}}
 
 
-def _with_defaults(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def _member(architecture: Any, family: Family) -> tuple[Member, SpeculatorsSpelling]:
+    spelt = {m.architecture: (m, m.spelling.speculators) for m in family.members}
+    known = {name: (member, kind) for name, (member, kind) in spelt.items() if kind is not None}
+    if architecture not in known:
+        raise LayoutError(f"{TYPE} is {architecture!r}; allowed: {', '.join(map(repr, known))}")
+    return known[architecture]
+
+
+def _own(family: Family) -> dict[str, str]:
+    """The drafts' own fields that this layout has -> their names in it."""
+    return {field.name: field.place.speculators for field in family.own if field.place.speculators is not None}
+
+
+def _check_own(fields: Fields, member: Member, kind: SpeculatorsSpelling) -> None:
+    """Raises `LayoutError` for what this layout does not have by itself, and for another anchor's slot."""
+    if fields.get("num_target_layers") is None:
+        raise LayoutError(
+            "num_target_layers is missing, which this layout does not have by itself; add the target's number of "
+            "layers to config.json"
+        )
+    sampled = fields.get("sample_from_anchor")
+    if sampled not in (None, kind.sample_from_anchor):
+        raise LayoutError(
+            f"sample_from_anchor is {sampled!r}; allowed for {member.architecture!r}: {kind.sample_from_anchor}"
+        )
+
+
+def _attention(fields: Fields, kind: SpeculatorsSpelling) -> dict[str, Any]:
+    """The canonical `layer_types`, `sliding_window` and `causal`."""
+    attention = qwen3_layers(fields.nested, fields.get("num_hidden_layers"))
+    loose = fields.get("sliding_window_non_causal")
+    if loose not in (None, True, False):
+        raise LayoutError(f"sliding_window_non_causal is {loose!r}; allowed: true, false")
+    # Full layers always see the whole block here; the field is about the sliding ones.
+    loose = kind.sliding_non_causal if loose is None else loose
+    return {**attention, "causal": None if any_sliding(attention) and not loose else False}
+
+
+def _proposals(member: Member, kind: SpeculatorsSpelling, block_size: int, target: TargetParts) -> dict[str, Any]:
+    """The section `speculators_config`: how servers are to draft, and for which target."""
+    return {
+        "algorithm": member.architecture,
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": block_size if kind.sample_from_anchor else block_size - 1,
+                "verifier_accept_k": 1,
+            }
+        ],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+    }
+
+
+def _with_defaults(config: dict[str, Any], family: Family, notes: list[str]) -> dict[str, Any]:
     """The network's section with what its writer leaves out: fields that equal transformers' own defaults."""
     network = config.get(NETWORK_SECTION)
     if not isinstance(network, dict) or network.get("model_type", "qwen3") != "qwen3":
@@ -195,7 +182,7 @@ def _with_defaults(config: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     from transformers import Qwen3Config
 
     defaults = Qwen3Config().to_dict()
-    left_out = {name: defaults[name] for name in NETWORK if name not in network}
+    left_out = {name: defaults[name] for name in family.network if name not in network}
     if not {"rope_parameters", "rope_theta", "rope_scaling"} & set(network):
         left_out["rope_parameters"] = defaults["rope_parameters"]
     if left_out:

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from yaml import YAMLError
 
-from draftsmith.algorithms.registry import DraftSectionUnion, algorithm
+from draftsmith.algorithms.registry import DraftSectionUnion, algorithm, all_algorithms, when_registered
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.base.fields import PathField
 from draftsmith.base.paths import user_path
 from draftsmith.bench.options import BenchOptions
@@ -135,6 +136,10 @@ class Recipe(Section, RunFiles):
         if isinstance(value, str) and not value.strip():
             raise ValueError("a run needs a directory to work in, such as runs/first")
         return value
+
+
+# The draft section may be of a method that is registered later.
+when_registered(lambda: Recipe.model_rebuild(force=True))
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -305,7 +310,9 @@ def _step(current: Any, part: str) -> tuple[Any, bool]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that an annotation may hold: itself, or the members of a union."""
+    """The models that an annotation may hold: itself, or the members of a union (of draft sections, all methods')."""
+    if annotation is DraftSection:
+        return [method.section for method in all_algorithms()]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = get_origin(annotation)

@@ -22,11 +22,11 @@ from draftsmith.bench.records import read_report
 from draftsmith.capture.plan import readable_bytes
 from draftsmith.data.chat import tokenizer_fingerprint
 from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.directory import read_directory
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE, STORE_DTYPES
 from draftsmith.features.reader import Store
 from draftsmith.features.verify import verify_store
-from draftsmith.layouts import read_directory
 from draftsmith.run.recipe import Recipe, RunDirectory
 from draftsmith.run.stamps import STAGES
 from draftsmith.targets.description import TargetDescription

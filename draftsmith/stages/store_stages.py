@@ -127,11 +127,11 @@ class StoreStages(Stages):
         """What decides the records of a capture."""
         section = self.recipe.draft
         # Without taps of its own, and without a checkpoint, a draft taps as many layers as it has.
-        by_depth = section.target_layer_ids is None and section.num_taps is None and section.init_from is None
+        by_depth = section.value("target_layer_ids") is None and section.num_taps is None and section.init_from is None
         return {
             "draft": {
                 **section.model_dump(include={"algorithm", "target_layer_ids", "num_taps", "init_from"}),
-                **({"num_hidden_layers": section.num_hidden_layers} if by_depth else {}),
+                **({"num_hidden_layers": section.value("num_hidden_layers")} if by_depth else {}),
             },
             **self._settings("capture", "target", "capture"),
             **self._data_settings(),

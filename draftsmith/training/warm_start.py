@@ -11,28 +11,19 @@ from torch import Tensor
 
 from draftsmith.drafts.backbone import is_added
 from draftsmith.drafts.checks import DraftConfigError
-from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.config import FIELDS, DraftConfig
+from draftsmith.drafts.directory import read_directory
 from draftsmith.drafts.draft import Draft, file_name
+from draftsmith.drafts.fields import Warm
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import LayoutError, read_directory
+from draftsmith.layouts import LayoutError
 
 _log = logging.getLogger(__name__)
 
 # Fields whose values may differ without a tensor that does not fit, and what that does to the loaded weights.
-_DEGRADES = {
-    "mask_token_id": "masked slots read an embedding that the checkpoint was never trained on",
-    "target_layer_ids": "the context projection meets the states of other layers than it was trained on",
-    "num_target_layers": "the checkpoint was trained on the states of another target",
-    "vocab_size": "the checkpoint was trained on the tokens of another target",
-    "rope": "keys and queries are rotated otherwise than the checkpoint was trained with",
-    "layer_types": "layers see another part of the context than they were trained on",
-    "sliding_window": "sliding layers see another part of the context than they were trained on",
-    "causal": "slots see other slots of their block than they were trained on",
-    "rms_norm_eps": "norms are computed otherwise than the checkpoint was trained with",
-    "head": "the head is used otherwise than it was trained",
-}
+_DEGRADES = {name: field.note.warm for name, field in FIELDS.items() if isinstance(field.note.warm, str)}
 # Fields that say how a draft is used, not what its weights have learnt.
-_FREE = ("block_size", "max_position_embeddings", "dtype")
+_FREE = tuple(name for name, field in FIELDS.items() if field.note.warm is Warm.FREE)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import BlockOutputs, Options, Terms
+from draftsmith.algorithms.algorithm import BlockOutputs, Terms
 from draftsmith.algorithms.dflash import DFlashObjectiveOptions, DFlashSection
 from draftsmith.algorithms.dta import DTASection
+from draftsmith.algorithms.options import Options
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.weighting import DecayWeighting, DPaceWeighting, UniformWeighting
 from draftsmith.blocks.anchors import Anchors

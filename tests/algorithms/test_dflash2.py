@@ -337,19 +337,19 @@ SMALL: dict[str, Any] = {"mask_token_id": 98, "block_size": 7, "num_hidden_layer
 
 
 def test_the_published_sizes_are_the_default() -> None:
-    head = draft_config(DFlash2Section(**SMALL), llama()).head
+    head = draft_config(DFlash2Section(**SMALL), llama()).head.model_dump()
     assert head == {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 
 def test_the_section_says_the_sizes_of_a_fresh_draft() -> None:
     config = draft_config(DFlash2Section(**SMALL, **HEAD), llama())
-    assert (config.architecture, config.head) == ("dflash2", HEAD)
+    assert (config.architecture, config.head.model_dump()) == ("dflash2", HEAD)
 
 
 def test_what_the_section_leaves_out_comes_from_the_checkpoint() -> None:
     checkpoint = draft_config(DFlash2Section(**SMALL, **HEAD), llama())
     section = DFlash2Section(init_from="somewhere", selector_top_k=9)
-    assert draft_config(section, llama(), checkpoint).head == {**HEAD, "selector_top_k": 9}
+    assert draft_config(section, llama(), checkpoint).head.model_dump() == {**HEAD, "selector_top_k": 9}
 
 
 @pytest.mark.parametrize(

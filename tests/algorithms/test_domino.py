@@ -77,7 +77,7 @@ def read_token(draft: Draft, state: Tensor, x: Tensor) -> Tensor:
 def block_logits(target: Target, draft: Draft, hidden: Tensor, tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
     """(base, corrected) logits of every label; hidden [B, H]; tokens: the anchor and those after it, as far as there
     are any."""
-    fields = draft.config.head
+    fields = draft.config.head.model_dump()
     first_slot = 0 if fields["shift_label"] else 1
     w1, w2 = draft.head.embed_proj[0].weight, draft.head.embed_proj[2].weight
     state, found = torch.zeros(fields["gru_hidden_dim"]), []

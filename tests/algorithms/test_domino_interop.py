@@ -47,7 +47,7 @@ def test_specforge_computes_the_same_objective(target: Target, shift: bool, pref
                 "projector_type": "domino",
                 "mask_token_id": config.block.mask_token_id,
                 "target_layer_ids": list(config.target_layer_ids),
-                **config.head,
+                **config.head.model_dump(),
             },
         )
     )

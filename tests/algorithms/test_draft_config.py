@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash import DFlashSection
@@ -22,7 +23,7 @@ def test_the_published_draft_of_qwen3_8b() -> None:
     assert (config.num_target_layers, config.max_position_embeddings) == (36, 40960)
     assert config.rope.theta == 1_000_000.0
     assert config.layer_types == ("full_attention",) * 5
-    assert (config.architecture, config.head, config.dtype) == ("dflash", {}, "bfloat16")
+    assert (config.architecture, config.head.model_dump(), config.dtype) == ("dflash", {}, "bfloat16")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -87,7 +88,6 @@ def test_taps_are_named_or_counted() -> None:
     ("fields", "message"),
     [
         ({"mask_token_id": 99}, "mask_token_id is 99"),
-        ({"block_size": 1}, "block_size is 1"),
         ({"layer_types": ("full_attention",)}, "layer_types"),
         ({"layer_types": ("sliding_attention",) * 2}, "sliding_window"),
         ({"num_key_value_heads": 4}, "num_attention_heads"),
@@ -96,6 +96,14 @@ def test_taps_are_named_or_counted() -> None:
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DraftsmithError, match=message):
         draft_config(DFlashSection(**(SMALL | fields)), llama())
+
+
+@pytest.mark.parametrize("name", ["block_size", "num_hidden_layers", "head_dim"])
+def test_a_size_out_of_range_is_refused_by_the_section_and_by_the_configuration(name: str) -> None:
+    with pytest.raises(ValidationError, match=rf"{name}\s+Input should be greater than or equal to"):
+        DFlashSection(**(SMALL | {name: 0}))
+    with pytest.raises(DraftsmithError, match=f"{name} is 0; allowed: an integer >= "):
+        draft_config(DFlashSection(**SMALL), llama()).replace(**{name: 0})
 
 
 def checkpoint() -> DraftConfig:

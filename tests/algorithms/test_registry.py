@@ -1,12 +1,28 @@
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.algorithms.algorithm import Algorithm
-from draftsmith.algorithms.registry import DraftSectionUnion, algorithm, algorithm_for, all_algorithms
+from draftsmith.algorithms.dflash import DFlash, DFlashSection
+from draftsmith.algorithms.registry import (
+    DraftSectionUnion,
+    algorithm,
+    algorithm_for,
+    all_algorithms,
+    register,
+    unregister,
+)
+from draftsmith.algorithms.section import with_head
 from draftsmith.algorithms.weighting import DecayWeighting, DPaceWeighting
+from draftsmith.drafts.checks import PositiveInt
+from draftsmith.drafts.directory import family
+from draftsmith.drafts.fields import Note
+from draftsmith.drafts.heads import HEADS, HeadConfig
 from draftsmith.errors import DraftsmithError
+from draftsmith.run.recipe import Recipe, parse_recipe
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -76,3 +92,76 @@ def test_defaults_are_the_published_ones() -> None:
 def test_the_section_has_a_json_schema() -> None:
     schema = SECTIONS.json_schema()
     assert set(schema["discriminator"]["mapping"]) == {method.name for method in all_algorithms()}
+
+
+# --- a method from outside the package --------------------------------------------------------------------------------
+
+
+class OutsideHead(HeadConfig):
+    architecture = "outside"
+
+    width: Annotated[PositiveInt, Note("How wide it is.", recipe_default=3)]
+
+
+@with_head(OutsideHead)
+class OutsideSection(DFlashSection):
+    algorithm: Literal["outside"] = "outside"  # type: ignore[assignment]
+
+
+class Outside(DFlash):
+    name = "outside"
+    head = OutsideHead
+    section: ClassVar[type[DFlashSection]] = OutsideSection
+
+
+@pytest.fixture
+def outside() -> Iterator[type[Outside]]:
+    register(Outside)
+    yield Outside
+    unregister("outside")
+
+
+def recipe(**draft: Any) -> dict[str, Any]:
+    return {"run": "runs/x", "target": {"path": "somewhere"}, "draft": draft}
+
+
+def test_a_method_from_outside_is_one_of_them(outside: type[Outside]) -> None:
+    assert type(algorithm("outside")) is outside
+    assert all_algorithms()[-1] is algorithm("outside")
+    config = tiny_draft(tiny_target(), architecture="outside", head={"width": 5}).config
+    assert algorithm_for(config) is algorithm("outside")
+    assert config.head == OutsideHead(width=5)
+    read = parse_recipe(recipe(algorithm="outside", width=7)).draft
+    assert type(read) is OutsideSection
+    assert algorithm("outside").head_config(read) == {"width": 7}
+    assert algorithm("outside").head_config(parse_recipe(recipe(algorithm="outside")).draft) == {"width": 3}
+    assert Recipe(**recipe(algorithm="outside", width=7)).model_dump()["draft"]["width"] == 7
+    assert Recipe.model_json_schema()["$defs"]["OutsideSection"]["properties"]["width"]["minimum"] == 1
+    for wrong, said in (
+        ({"width": 0}, "draft.width is 0: input should be greater than or equal to 1"),
+        ({"widht": 2}, "unknown key `widht` in section `draft`; did you mean `width`?"),
+    ):
+        with pytest.raises(DraftsmithError, match=said):
+            parse_recipe(recipe(algorithm="outside", **wrong))
+    register(outside)  # again: nothing happens
+
+
+def test_a_draft_that_no_layout_spells_is_not_written(outside: type[Outside], tmp_path: Path) -> None:
+    assert "outside" not in {member.architecture for member in family().members}
+    with pytest.raises(DraftsmithError, match="no layout spells drafts of architecture 'outside'"):
+        tiny_draft(tiny_target(), architecture="outside", head={"width": 5}).save(tmp_path / "draft")
+
+
+def test_a_method_that_is_gone_is_not_known() -> None:
+    assert "outside" not in HEADS
+    with pytest.raises(DraftsmithError, match="unknown algorithm 'outside'"):
+        parse_recipe(recipe(algorithm="outside"))
+
+
+def test_two_methods_do_not_share_a_name() -> None:
+    class Another(DFlash):
+        pass
+
+    with pytest.raises(DraftsmithError, match="method 'dflash' is DFlash; Another needs another name"):
+        register(Another)
+    assert type(algorithm("dflash")) is DFlash

@@ -17,6 +17,7 @@ from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.capture.options import CaptureOptions, SglangOptions
 from draftsmith.capture.sglang import check_capture
+from draftsmith.drafts.directory import family
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import LAYOUTS, WRITABLE
@@ -134,7 +135,7 @@ def accepted(work) -> bool:
 
 def write(draft: Draft, layout: str) -> None:
     tensors = {name.split(".", 1)[1]: value for name, value in draft.state_dict().items()}
-    LAYOUTS[layout].write(draft.config.to_dict(), tensors, target_ends())
+    LAYOUTS[layout].write(draft.config.to_dict(), tensors, family(), target_ends())
 
 
 def check(name: str, method: Algorithm, accepts: dict[str, list[bool]]) -> None:

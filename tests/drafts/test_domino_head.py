@@ -9,9 +9,9 @@ import torch
 
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.directory import read_directory
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import read_directory
 from tests.support.tiny import tiny_target
 from tests.support.tiny_draft import tiny_draft
 
@@ -62,9 +62,9 @@ def test_every_prefix_that_the_layout_has_room_for_is_allowed(shift: bool, block
     proposals = algorithm("domino").block_layout(config).max_proposals
     assert proposals == (block_size if shift else block_size - 1)
     for prefix in range(proposals):
-        assert config.replace(head={**config.head, "pure_draft_prefix_len": prefix})
+        assert config.replace(head={**config.head.model_dump(), "pure_draft_prefix_len": prefix})
     with pytest.raises(DraftsmithError, match="pure_draft_prefix_len"):
-        config.replace(head={**config.head, "pure_draft_prefix_len": proposals})
+        config.replace(head={**config.head.model_dump(), "pure_draft_prefix_len": proposals})
 
 
 def test_fresh_weights_are_complete_and_have_the_files_names() -> None:
@@ -179,4 +179,4 @@ def test_what_readers_take_for_absent_fields(tmp_path: Path) -> None:
         tmp_path / "draft", lambda top, nested: [nested.pop(n) for n in ("shift_label", "pure_draft_prefix_len")]
     )
     config = DraftConfig.parse(read_directory(bare).config)
-    assert (config.head_config.shift_label, config.head_config.pure_draft_prefix_len) == (False, 0)
+    assert (config.head.shift_label, config.head.pure_draft_prefix_len) == (False, 0)

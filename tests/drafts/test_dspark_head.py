@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafts.checks import DraftConfigError
 from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.directory import read_directory
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.drafts.heads.dspark import MARKOV_HEADS, corrected_logits
-from draftsmith.layouts import LayoutError, read_directory
+from draftsmith.layouts import LayoutError
 from tests.support.tiny_draft import dspark_head, tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)
@@ -120,7 +121,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, head: dict[str, Any]) -> 
     assert (config["sample_from_anchor"], nested["attention_mode"]) == (True, "gqa")
     assert "sample_from_anchor" not in nested  # vLLM refuses it there
     assert nested["use_confidence_head"] is head["confidence"]
-    for name, value in draft.config.head.items():
+    for name, value in draft.config.head.model_dump().items():
         assert config[name] == nested[name] == value
     tensors = load_file(tmp_path / "draft/model.safetensors")
     assert tensors["markov_head.markov_w1.weight"].shape == tensors["markov_head.markov_w2.weight"].shape == (61, RANK)

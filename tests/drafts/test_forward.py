@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from draftsmith.drafts import draft as draft_module
 from draftsmith.drafts.attention import AttentionKind, DenseBlockAttention
 from draftsmith.drafts.draft import Draft
-from draftsmith.drafts.heads import HEADS, HeadSpec
+from draftsmith.drafts.heads import HEADS, HeadConfig
+from draftsmith.drafts.heads.head import DraftSizes
 from draftsmith.targets.ends import TargetEnds
 from tests.drafts.plain import plain_forward
 from tests.support.tiny_draft import scramble, tiny_draft
@@ -218,12 +219,20 @@ class _Doubler(nn.Module):
         return hidden * (1 + state)
 
 
+class _Wrapped(HeadConfig):
+    """An architecture with a module around one sublayer, and one more."""
+
+    architecture = "wrapped"
+
+    def build(self, sizes: DraftSizes) -> nn.Module:
+        return nn.ModuleDict({"extra": nn.Linear(sizes.hidden_size, 3)})
+
+    def wrappers(self, sizes: DraftSizes) -> dict[str, nn.Module]:
+        return {"mlp_conv": _Doubler(sizes.hidden_size)}
+
+
 def test_a_head_may_wrap_the_sublayers_and_add_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = HeadSpec(
-        build=lambda config: nn.ModuleDict({"extra": nn.Linear(config.hidden_size, 3)}),
-        wrappers=lambda config: {"mlp_conv": _Doubler(config.hidden_size)},
-    )
-    monkeypatch.setitem(HEADS, "wrapped", spec)
+    monkeypatch.setitem(HEADS, "wrapped", _Wrapped)
     plain, wrapped = tiny_draft(TARGET, num_layers=1), tiny_draft(TARGET, num_layers=1, architecture="wrapped")
     names = {draft_module.file_name(name) for name in wrapped.state_dict()}
     assert {"layers.0.mlp_conv.shift", "extra.weight", "extra.bias"} <= names
@@ -237,6 +246,7 @@ def test_a_head_may_wrap_the_sublayers_and_add_modules(monkeypatch: pytest.Monke
 
 
 def test_a_wrapper_under_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(HEADS, "wrapped", HeadSpec(wrappers=lambda config: {"mlp_convolution": nn.Identity()}))
+    monkeypatch.setattr(_Wrapped, "wrappers", lambda self, sizes: {"mlp_convolution": nn.Identity()})
+    monkeypatch.setitem(HEADS, "wrapped", _Wrapped)
     with pytest.raises(ValueError, match="mlp_convolution"):
         tiny_draft(TARGET, architecture="wrapped")

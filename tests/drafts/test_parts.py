@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.drafts.checks import DraftConfigError
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, DraftWeightsError, check_weights, file_name
-from draftsmith.drafts.heads import HEADS, HeadSpec
+from draftsmith.drafts.heads import HEADS, HeadConfig
 from draftsmith.drafts.shapes import BlockShape, VocabularyShape
 from draftsmith.drafts.vocabulary import DraftVocabulary
 from draftsmith.errors import DraftsmithError
@@ -20,10 +20,16 @@ from draftsmith.targets.ends import TargetEnds
 from tests.drafts.test_draft_config import fields
 
 
+class _Chain(HeadConfig):
+    architecture = "chain"
+    needs_block = False
+    own_vocabulary = True
+
+
 @pytest.fixture
 def chain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The fields of a draft that has no block and knows a part of the tokens."""
-    monkeypatch.setitem(HEADS, "chain", HeadSpec(needs_block=False, own_vocabulary=True))
+    monkeypatch.setitem(HEADS, "chain", _Chain)
     return fields(architecture="chain", block_size=..., mask_token_id=..., draft_vocab_size=40)
 
 
@@ -54,6 +60,7 @@ def test_a_draft_without_a_block(chain: dict[str, Any]) -> None:
     [
         ({"block_size": 4}, "mask_token_id is missing"),
         ({"mask_token_id": 4}, "block_size is missing"),
+        ({"block_size": 4, "mask_token_id": 5}, "allowed for 'chain': neither"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0; allowed: an integer >= 1"),
         ({"draft_vocab_size": True}, "draft_vocab_size is True"),
         ({"draft_vocab_size": 98}, "draft_vocab_size is 98; allowed: 1 to 97"),

@@ -34,7 +34,7 @@ def dflash2_draft(target: Target, head: dict[str, Any] = HEAD, **options: Any) -
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting["kind"])
 def test_the_counting_language_commits_the_maximum(weighting: dict[str, Any]) -> None:
     target, draft = train_counting({"algorithm": "dflash2", **HEAD, "objective": {"weighting": weighting}}, steps=110)
-    assert draft.config.head == HEAD
+    assert draft.config.head.model_dump() == HEAD
     assert_commits_maximum(target, draft)  # B tokens every verify
     assert_commits_maximum(target, draft, num_proposals=2)
     # Mutated: a selector that has learnt the successors of other tokens leads the path astray.

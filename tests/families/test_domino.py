@@ -35,7 +35,7 @@ def domino_draft(target: Target, shift: bool, prefix: int, **options: Any) -> Dr
 
 def reshaped(draft: Draft, **head: Any) -> Draft:
     """The same weights under another configuration of the head."""
-    other = Draft.from_config(draft.config.replace(head={**draft.config.head, **head}))
+    other = Draft.from_config(draft.config.replace(head={**draft.config.head.model_dump(), **head}))
     other.load_state_dict(draft.state_dict())
     return other.eval()
 
@@ -52,7 +52,7 @@ def test_the_counting_language_commits_the_maximum(shift: bool, prefix: int) -> 
     }
     # What the head corrects is learnt in fewer steps than what the backbone has to know by itself.
     target, draft = train_counting(section, steps=110 if prefix == 0 else 200)
-    assert draft.config.head == {name: value for name, value in section.items() if name != "algorithm"}
+    assert draft.config.head.model_dump() == {name: value for name, value in section.items() if name != "algorithm"}
     assert_commits_maximum(target, draft)
     assert_commits_maximum(target, draft, num_proposals=3)
     # Mutated: decoded with the other convention, every verify commits less.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from draftsmith.drafts.directory import family
 from draftsmith.layouts.consumers import SPECULATORS, VLLM, VLLM_SPECULATORS, lookup
 from tests.layouts.drafts import FULL, HEADS, SLIDING, simple_draft, target_ends
 from tests.layouts.loaders import BACKBONE, READERS, SINKS, Reader
@@ -64,7 +65,7 @@ def test_loaders_find_what_they_look_for(
 ) -> None:
     draft = simple_draft(architecture, num_taps=3, **options)
     config = draft.config.to_dict()
-    if reader.consumer.faults(config):
+    if reader.consumer.faults(config, family()):
         assert architecture not in reader.loaders
         return
     draft.save(tmp_path / "draft", reader.layout, target=target_ends())
@@ -78,14 +79,14 @@ def test_loaders_find_what_they_look_for(
 @pytest.mark.parametrize("head", range(len(HEADS["dspark"])))
 def test_every_dspark_head_is_found(tmp_path: Path, head: int) -> None:
     draft = simple_draft("dspark", head)
-    kind = draft.config.head["markov_head_type"]
+    kind = draft.config.to_dict()["head"]["markov_head_type"]
     for reader in READERS[:4]:
         consumer = reader.consumer
         draft.save(tmp_path / reader.layout, reader.layout, target=target_ends())
         assert mismatches(reader, tmp_path / reader.layout, draft.config.to_dict()) == []
         refused = consumer in (VLLM, VLLM_SPECULATORS) and kind != "vanilla"
         faults = [f"head.markov_head_type is {kind!r}; vllm 0.33.0 computes 'vanilla' only"] if refused else []
-        assert consumer.faults(draft.config.to_dict()) == faults
+        assert consumer.faults(draft.config.to_dict(), family()) == faults
 
 
 def test_sinks_are_where_loaders_want_them(tmp_path: Path) -> None:
@@ -99,8 +100,8 @@ def test_sinks_are_where_loaders_want_them(tmp_path: Path) -> None:
 
 def test_there_is_a_loader_of_every_architecture_that_is_not_refused() -> None:
     for reader in READERS:
-        assert set(reader.loaders) == set(reader.consumer.only)
-    assert set(SPECULATORS.only) == set(VLLM_SPECULATORS.only)
+        assert set(reader.loaders) == set(reader.consumer.only(family()))
+    assert set(SPECULATORS.only(family())) == set(VLLM_SPECULATORS.only(family()))
 
 
 def test_tables_name_their_version() -> None:

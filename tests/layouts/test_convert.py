@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from draftsmith.cli.app import app
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.convert import convert
+from draftsmith.drafts.directory import family, read_directory
 from draftsmith.drafts.draft import Draft, DraftWeightsError
 from draftsmith.errors import DraftsmithError
-from draftsmith.layouts import LAYOUTS, WRITABLE, LayoutError, TargetParts, read_directory
+from draftsmith.layouts import LAYOUTS, WRITABLE, Family, LayoutError, TargetParts
 from draftsmith.layouts.consumers import MODEL_OPTIMIZER, SGLANG, SPECULATORS
 from draftsmith.layouts.zlab import ZlabLayout
 from tests.layouts.drafts import FULL, HEADS, SLIDING, drafts, simple_draft, target_ends
@@ -38,7 +39,7 @@ def test_there_and_back(tmp_path_factory: pytest.TempPathFactory, draft: Draft, 
     assert DraftConfig.parse(start.config).meaning() == draft.config.meaning()
     source = root / "zlab"
     for step, layout in enumerate((first, second, "zlab")):
-        refused = REFUSING[layout].faults(draft.config.to_dict()) if layout in REFUSING else []
+        refused = REFUSING[layout].faults(draft.config.to_dict(), family()) if layout in REFUSING else []
         destination = root / f"{step}-{layout}"
         if refused:
             with pytest.raises(LayoutError, match="cannot be written in layout") as raised:
@@ -152,9 +153,9 @@ class Lossy(ZlabLayout):
     name = "lossy"
 
     def write(
-        self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: TargetParts | None
+        self, config: dict[str, Any], tensors: dict[str, torch.Tensor], family: Family, target: TargetParts | None
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        written, named = super().write(config, tensors, target)
+        written, named = super().write(config, tensors, family, target)
         named = {name: tensor for name, tensor in named.items() if name != "hidden_norm.weight"}
         return {**written, "block_size": config["block_size"] + 1}, named | {"norm.weight": named["norm.weight"] + 1}
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.layouts import LayoutError, files, read_directory
+from draftsmith.drafts.directory import read_directory
+from draftsmith.layouts import LayoutError, files
 from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=20, num_layers=5, vocab_size=61)

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.drafts.convert import convert
+from draftsmith.drafts.directory import read_directory
 from draftsmith.drafts.draft import Draft
-from draftsmith.layouts import LayoutError, read_directory
+from draftsmith.layouts import LayoutError
 from tests.layouts.drafts import FULL, HEADS, SLIDING, simple_draft, target_ends
 
 WEIGHTS = "model.safetensors"

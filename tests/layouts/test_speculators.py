@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.drafts.directory import read_directory
 from draftsmith.drafts.draft import Draft
-from draftsmith.layouts import LayoutError, TargetParts, read_directory
+from draftsmith.layouts import LayoutError, TargetParts
 from tests.layouts.drafts import FULL, SLIDING, simple_draft, target_ends
 
 WEIGHTS = "model.safetensors"

@@ -259,9 +259,9 @@ def test_a_draft_of_another_target_is_a_warning(tmp_path: Path, caplog: pytest.L
     directory = saved(tmp_path / "draft")
     config = configured(directory, target=facts(num_hidden_layers=5, vocab_size=43))
     assert warnings(directory, config, caplog) == [
+        f"{directory}: vocab_size is 41, this run has 43; the checkpoint was trained on the tokens of another target",
         f"{directory}: num_target_layers is 6, this run has 5; the checkpoint was trained on the states of another "
         "target",
-        f"{directory}: vocab_size is 41, this run has 43; the checkpoint was trained on the tokens of another target",
     ]
 
 

@@ -1,17 +1,32 @@
-"""The heads of the family: one file each, with a typed configuration and a module, found by the draft's
-architecture."""
+"""The architectures: one file each, with a typed configuration of the head and its modules."""
 
-from draftsmith.drafts.heads.dflash2 import DFlash2Head, DFlash2HeadConfig, convolutions
-from draftsmith.drafts.heads.domino import DominoHead, DominoHeadConfig
-from draftsmith.drafts.heads.dspark import DSparkHead, DSparkHeadConfig
-from draftsmith.drafts.heads.head import HeadConfig, HeadSpec
+import pkgutil
+from importlib import import_module
 
-__all__ = ["HEADS", "HeadConfig", "HeadSpec"]
+from draftsmith.drafts.heads.head import HeadConfig
+from draftsmith.errors import DraftsmithError
 
-HEADS: dict[str, HeadSpec] = {
-    "dflash": HeadSpec(),
-    "dflash2": HeadSpec(DFlash2HeadConfig, DFlash2Head, convolutions),
-    "domino": HeadSpec(DominoHeadConfig, DominoHead),
-    "dspark": HeadSpec(DSparkHeadConfig, DSparkHead),
-}
+__all__ = ["HEADS", "HeadConfig", "register_head"]
+
+HEADS: dict[str, type[HeadConfig]] = {}
 """Architecture (`DraftConfig.architecture`) -> what it adds to the backbone."""
+
+
+def register_head(head: type[HeadConfig]) -> None:
+    """Makes an architecture known by its name; `DraftsmithError` where another one has it."""
+    if HEADS.setdefault(head.architecture, head) is not head:
+        raise DraftsmithError(
+            f"architecture {head.architecture!r} is {HEADS[head.architecture].__name__}; {head.__name__} needs "
+            "another name"
+        )
+
+
+def _own_heads() -> list[type[HeadConfig]]:
+    """The subclasses of `HeadConfig` that the modules of this package define."""
+    modules = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return [head for head in dict.fromkeys(values) if issubclass(head, HeadConfig) and head is not HeadConfig]
+
+
+for _head in _own_heads():
+    register_head(_head)

@@ -8,7 +8,7 @@ with U_k the slot's own (unary) logits and h_k its state; A and B have a row of 
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Annotated, Any
 
 import torch
 from pydantic import model_validator
@@ -17,22 +17,45 @@ from torch.nn import functional
 
 from draftsmith.drafts.checks import PositiveInt
 from draftsmith.drafts.convolution import BlockConvolution
-from draftsmith.drafts.heads.head import HeadConfig
-
-if TYPE_CHECKING:
-    from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.fields import Note
+from draftsmith.drafts.heads.head import DraftSizes, HeadConfig
+from draftsmith.layouts.consumers import BARE
+from draftsmith.layouts.spelling import HeadSpelling, SpeculatorsSpelling
 
 _PAIRS = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"))
 
 
 class DFlash2HeadConfig(HeadConfig):
-    """Taps and channels a group of the convolutions; rank of the selector, and how many candidates of a slot it
-    rescores. Published drafts: 2, 16, 256 and 16; a file has to say them all."""
+    """Convolutions around the sublayers, and a selector among each slot's candidates. Recipes have the sizes of
+    published drafts; a file has to say them all."""
 
-    conv_kernel_size: PositiveInt
-    conv_group_size: PositiveInt
-    selector_rank: PositiveInt
-    selector_top_k: PositiveInt
+    architecture = "dflash2"
+    spelling = HeadSpelling(
+        "DFlash2DraftModel",
+        # Published files hold the bare names; a module that keeps the codebooks as embeddings writes the longer ones.
+        other_names=tuple(
+            (f"candidate_selector.{name}.weight", f"candidate_selector.{name}")
+            for name in ("predecessor_codebook", "successor_codebook")
+        ),
+        speculators=SpeculatorsSpelling("DFlash2DraftModel", sample_from_anchor=False, sliding_non_causal=True),
+        # Multiplier and soft-cap keep the order of logits, so that a plain argmax is the same without them.
+        served={"sglang": {}, "vllm": {}, "speculators": BARE, "vllm-speculators": BARE},
+    )
+
+    conv_kernel_size: Annotated[PositiveInt, Note("Taps of a convolution, in slots.", recipe_default=2)]
+    conv_group_size: Annotated[PositiveInt, Note("Channels that share a convolution's taps.", recipe_default=16)]
+    selector_rank: Annotated[PositiveInt, Note("Rank of the selector's scores.", recipe_default=256)]
+    selector_top_k: Annotated[PositiveInt, Note("Candidates of a slot that the selector rescores.", recipe_default=16)]
+
+    def build(self, sizes: DraftSizes) -> "DFlash2Head":
+        return DFlash2Head(self, sizes)
+
+    def wrappers(self, sizes: DraftSizes) -> dict[str, nn.Module]:
+        """The convolutions of one layer."""
+        return {name: self._convolution(sizes) for name in ("attention_conv", "mlp_conv")}
+
+    def _convolution(self, sizes: DraftSizes) -> BlockConvolution:
+        return BlockConvolution(sizes.hidden_size, self.conv_kernel_size, self.conv_group_size)
 
     @model_validator(mode="before")
     @classmethod
@@ -45,33 +68,23 @@ class DFlash2HeadConfig(HeadConfig):
                     )
         return fields
 
-    def disagreements(self, config: "DraftConfig") -> Iterable[str]:
-        if config.hidden_size % self.conv_group_size:
+    def disagreements(self, sizes: DraftSizes) -> Iterable[str]:
+        if sizes.hidden_size % self.conv_group_size:
             yield (
                 f"conv_group_size is {self.conv_group_size}; allowed: a divisor of hidden_size, which is "
-                f"{config.hidden_size}"
+                f"{sizes.hidden_size}"
             )
-        block_size = config.block_for("dflash2").size
+        block_size = sizes.block_for("dflash2").size
         if self.conv_kernel_size > block_size:
             yield (
                 f"conv_kernel_size is {self.conv_kernel_size}; allowed: 1 to {block_size}, the slots of a block "
                 "(block_size), since nothing is convolved across its edge"
             )
-        if self.selector_top_k > config.vocab_size:
+        if self.selector_top_k > sizes.vocab_size:
             yield (
-                f"selector_top_k is {self.selector_top_k}; allowed: 1 to {config.vocab_size}, the tokens there are "
+                f"selector_top_k is {self.selector_top_k}; allowed: 1 to {sizes.vocab_size}, the tokens there are "
                 "(vocab_size)"
             )
-
-
-def convolutions(config: "DraftConfig") -> dict[str, nn.Module]:
-    """The wrappers of one layer's sublayers."""
-    fields = cast(DFlash2HeadConfig, config.head_config)
-
-    def convolution() -> BlockConvolution:
-        return BlockConvolution(config.hidden_size, fields.conv_kernel_size, fields.conv_group_size)
-
-    return {"attention_conv": convolution(), "mlp_conv": convolution()}
 
 
 class CandidateSelector(nn.Module):
@@ -115,11 +128,10 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Head(nn.Module):
-    """Holds the selector; the convolutions are in the layers (`convolutions`)."""
+    """Holds the selector; the convolutions are in the layers."""
 
-    def __init__(self, config: "DraftConfig") -> None:
+    def __init__(self, fields: DFlash2HeadConfig, sizes: DraftSizes) -> None:
         super().__init__()
-        fields = cast(DFlash2HeadConfig, config.head_config)
         self.candidate_selector = CandidateSelector(
-            config.vocab_size, config.hidden_size, fields.selector_rank, fields.selector_top_k
+            sizes.vocab_size, sizes.hidden_size, fields.selector_rank, fields.selector_top_k
         )

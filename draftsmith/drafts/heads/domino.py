@@ -6,31 +6,45 @@ anchor to j - 1: logits = b + W2 SiLU(W1 [h; s]), where b are the logits of the 
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.drafts.checks import Bool, CountInt, PositiveInt
-from draftsmith.drafts.heads.head import HeadConfig
-
-if TYPE_CHECKING:
-    from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.fields import Note
+from draftsmith.drafts.heads.head import DraftSizes, HeadConfig
+from draftsmith.layouts.consumers import PLAIN_LOGITS, SINKS_ONLY
+from draftsmith.layouts.spelling import HeadSpelling, ModelOptimizerSpelling
 
 
 class DominoHeadConfig(HeadConfig):
-    """The head's own fields: G, the GRU's width; E, the rank of the correction; how many predicting slots come before
-    the first corrected one; and whether the anchor's own slot predicts already (`shift_label`). The defaults of the
-    last two are what readers of published files take for an absent field."""
+    """A GRU over the block's tokens and a low-rank correction. The defaults are what readers of published files take
+    for an absent field."""
 
-    gru_hidden_dim: PositiveInt
-    emb_dim: PositiveInt
-    pure_draft_prefix_len: CountInt = 0
-    shift_label: Bool = False
+    architecture = "domino"
+    spelling = HeadSpelling(
+        "DFlashDraftModel",
+        also_known_as=("DominoDraftModel",),
+        projectors=("domino", "causal_v5"),  # the second is an older spelling
+        repeated=("emb_dim",),
+        anchor_predicts=None,
+        specforge="DominoDraftModel",
+        modelopt=ModelOptimizerSpelling(at_top=("emb_dim",)),
+        served={"sglang": {**PLAIN_LOGITS, "head.pure_draft_prefix_len": 1}, "modelopt": SINKS_ONLY},
+    )
 
-    def disagreements(self, config: "DraftConfig") -> Iterable[str]:
+    gru_hidden_dim: Annotated[PositiveInt, Note("G, the width of the GRU.")]
+    emb_dim: Annotated[PositiveInt, Note("E, the rank of the correction.")]
+    pure_draft_prefix_len: Annotated[CountInt, Note("Predicting slots before the first corrected one.")] = 0
+    shift_label: Annotated[Bool, Note("Whether the anchor's own slot predicts already.")] = False
+
+    def build(self, sizes: DraftSizes) -> "DominoHead":
+        return DominoHead(self, sizes)
+
+    def disagreements(self, sizes: DraftSizes) -> Iterable[str]:
         # What `BlockLayout` says, which stands above this room; a test holds both to one count.
-        block_size = config.block_for("domino").size
+        block_size = sizes.block_for("domino").size
         proposals = block_size if self.shift_label else block_size - 1
         if self.pure_draft_prefix_len >= proposals:
             yield (
@@ -47,15 +61,14 @@ class DominoHead(nn.Module):
     the same states.
     """
 
-    def __init__(self, config: "DraftConfig") -> None:
+    def __init__(self, fields: DominoHeadConfig, sizes: DraftSizes) -> None:
         super().__init__()
-        fields = cast(DominoHeadConfig, config.head_config)
         self.pure_draft_prefix_len = fields.pure_draft_prefix_len
-        self.prefix_gru = nn.GRU(config.hidden_size, fields.gru_hidden_dim, bias=False, batch_first=True)
+        self.prefix_gru = nn.GRU(sizes.hidden_size, fields.gru_hidden_dim, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(
-            nn.Linear(config.hidden_size + fields.gru_hidden_dim, fields.emb_dim, bias=False),
+            nn.Linear(sizes.hidden_size + fields.gru_hidden_dim, fields.emb_dim, bias=False),
             nn.SiLU(),
-            nn.Linear(fields.emb_dim, config.vocab_size, bias=False),
+            nn.Linear(fields.emb_dim, sizes.vocab_size, bias=False),
         )
 
     @property

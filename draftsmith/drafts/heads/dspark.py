@@ -6,32 +6,137 @@ and of the embedding `w = W1[x_prev]` of the token before the slot's label, by t
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.drafts.checks import Bool, PositiveInt, one_of
-from draftsmith.drafts.heads.head import HeadConfig
+from draftsmith.drafts.fields import Note
+from draftsmith.drafts.heads.head import DraftSizes, HeadConfig
+from draftsmith.layouts.attention_fields import attention_mode
+from draftsmith.layouts.canonical import LayoutError
+from draftsmith.layouts.consumers import BARE, PLAIN_LOGITS, SINKS_ONLY, UNSCALED
+from draftsmith.layouts.fields import Fields
+from draftsmith.layouts.spelling import HeadSpelling, ModelOptimizerSpelling, SpeculatorsSpelling
 
-if TYPE_CHECKING:
-    from draftsmith.drafts.config import DraftConfig
+# --- files ----------------------------------------------------------------------------------------------------------
+
+_HEAD = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_VANILLA = {"head.markov_head_type": "vanilla"}
+_CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
+
+# Model-Optimizer writes the head's modules flat.
+_FLAT_NAMES = (
+    ("markov_w1.", "markov_head.markov_w1."),
+    ("markov_w2.", "markov_head.markov_w2."),
+    ("gate_proj.", "markov_head.gate_proj."),
+    ("joint_proj.", "markov_head.joint_proj."),
+    ("confidence_proj.", "confidence_head.proj."),
+)
+
+
+def _read_head(fields: Fields, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The canonical head fields. What files leave out: the head type is vanilla, and the weights show whether there is
+    a confidence head and whether it reads the Markov embedding.
+
+    Raises `LayoutError` for blocks that do not predict from the anchor's slot.
+    """
+    for name in ("sample_from_anchor", "shift_label"):
+        value = fields.get(name)
+        if value is not None and value is not True:
+            raise LayoutError(
+                f"{name} is {value!r}; allowed: true, since the anchor's slot of a DSpark block predicts the next token"
+            )
+    fields.get("confidence_head_alpha")  # a weight of the training loss: nothing to apply
+    head_type = fields.get("markov_head_type")
+    weight = tensors.get(_CONFIDENCE_WEIGHT)
+    enabled = fields.get("enable_confidence_head", "use_confidence_head")
+    if enabled is None:
+        enabled = weight is not None
+    with_markov = fields.get("confidence_head_with_markov")
+    if with_markov is None or enabled is False:  # without a confidence head the field says nothing
+        hidden_size = fields.get("hidden_size")
+        with_markov = weight is not None and isinstance(hidden_size, int) and weight.shape[-1] > hidden_size
+    head = {
+        "markov_rank": fields.get("markov_rank"),
+        "markov_head_type": "vanilla" if head_type is None else head_type,
+        "enable_confidence_head": enabled,
+        "confidence_head_with_markov": with_markov,
+    }
+    return {name: value for name, value in head.items() if value is not None}
+
+
+def _write_head(config: dict[str, Any]) -> dict[str, Any]:
+    """Nested fields beside the canonical ones, by which other readers know the same."""
+    return {
+        "use_confidence_head": config["head"]["enable_confidence_head"],  # Model-Optimizer
+        "shift_label": True,  # Model-Optimizer
+        "attention_mode": attention_mode(config["num_attention_heads"], config["num_key_value_heads"]),  # SpecForge
+    }
+
+
+# --- configuration --------------------------------------------------------------------------------------------------
 
 
 class DSparkHeadConfig(HeadConfig):
-    """The head's fields: R, how the latent is made, whether there is a confidence head and whether it reads w."""
+    """A Markov head of rank R, and perhaps a confidence head."""
 
-    markov_rank: PositiveInt
-    markov_head_type: Annotated[str, one_of(lambda: MARKOV_HEADS)]
-    enable_confidence_head: Bool
-    confidence_head_with_markov: Bool
+    architecture = "dspark"
+    spelling = HeadSpelling(
+        "Qwen3DSparkModel",  # what SGLang looks for
+        also_known_as=("Qwen3DSparkModel", "DSparkDraftModel"),
+        projectors=("dspark",),
+        repeated=_HEAD,
+        # SGLang and vLLM read it here; vLLM takes the nested one for DFlash's, and does not start.
+        at_top=(("sample_from_anchor", True),),
+        read_head=_read_head,
+        write_head=_write_head,
+        other_names=_FLAT_NAMES,
+        anchor_predicts=True,
+        specforge="DSparkDraftModel",
+        deepspec="markov_rank",
+        speculators=SpeculatorsSpelling("DSparkSpeculator", sample_from_anchor=True),
+        modelopt=ModelOptimizerSpelling(
+            own="use_confidence_head",
+            instead_of="enable_confidence_head",
+            left_out=("enable_confidence_head", "confidence_head_with_markov", "attention_mode"),
+            tensor_names=_FLAT_NAMES,
+        ),
+        served={
+            "sglang": PLAIN_LOGITS,
+            "vllm": {**PLAIN_LOGITS, **_VANILLA, **UNSCALED},
+            "speculators": BARE,
+            "vllm-speculators": {**BARE, **_VANILLA},
+            "modelopt": SINKS_ONLY,
+        },
+    )
 
-    def disagreements(self, config: "DraftConfig") -> Iterable[str]:
+    markov_rank: Annotated[PositiveInt, Note("R, the rank of the bias from the token before.")]
+    markov_head_type: Annotated[
+        str,
+        one_of(lambda: MARKOV_HEADS),
+        Note("How the bias is made of token and state: vanilla, gated or rnn.", recipe_default="vanilla"),
+    ]
+    enable_confidence_head: Annotated[
+        Bool, Note("Whether a head says how sure the draft is of each slot.", recipe_default=True)
+    ]
+    confidence_head_with_markov: Annotated[
+        Bool, Note("Whether the confidence head reads the token before; left out: where there is one, it does.")
+    ]
+
+    def build(self, sizes: DraftSizes) -> "DSparkHead":
+        return DSparkHead(self, sizes)
+
+    def disagreements(self, sizes: DraftSizes) -> Iterable[str]:
         if self.confidence_head_with_markov and not self.enable_confidence_head:
             yield (
                 "confidence_head_with_markov is True, but there is no confidence head (enable_confidence_head is "
                 "False); allowed: False, or enable_confidence_head True"
             )
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
 
 
 class MarkovHead(nn.Module, ABC):
@@ -130,17 +235,15 @@ class ConfidenceHead(nn.Module):
 class DSparkHead(nn.Module):
     """Markov head and, if configured, confidence head; parameters are named as in files."""
 
-    def __init__(self, config: "DraftConfig") -> None:
+    def __init__(self, fields: DSparkHeadConfig, sizes: DraftSizes) -> None:
         super().__init__()
-        fields = config.head_config
-        assert isinstance(fields, DSparkHeadConfig)
         markov = MARKOV_HEADS[fields.markov_head_type]
-        self.markov_head = markov(config.vocab_size, fields.markov_rank, config.hidden_size)
+        self.markov_head = markov(sizes.vocab_size, fields.markov_rank, sizes.hidden_size)
         self.confidence_head: ConfidenceHead | None = None
         self.confidence_with_markov = fields.confidence_head_with_markov
         if fields.enable_confidence_head:
             extra = fields.markov_rank if fields.confidence_head_with_markov else 0
-            self.confidence_head = ConfidenceHead(config.hidden_size + extra)
+            self.confidence_head = ConfidenceHead(sizes.hidden_size + extra)
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits [...] float32 of slots with h [..., H] and w [..., R]; there must be a confidence head."""

@@ -1,55 +1,87 @@
-"""What a head is to the rest of a draft: a typed configuration, a module, and perhaps wrappers around sublayers."""
+"""What an architecture adds to the network that all drafts share: fields of its own, how files spell them, and
+modules."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from draftsmith.drafts.checks import DraftConfigError, describe
+from draftsmith.drafts.shapes import BlockShape
+from draftsmith.layouts.spelling import HeadSpelling, Member
 
-if TYPE_CHECKING:
-    from draftsmith.drafts.config import DraftConfig
+
+class DraftSizes(Protocol):
+    """What a head may know of the draft that it belongs to (`DraftConfig`)."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def block_for(self, user: str) -> BlockShape: ...
+
+
+class HasHead(Protocol):
+    """A configuration with a head (`DraftConfig`)."""
+
+    @property
+    def head(self) -> "HeadConfig": ...
 
 
 class HeadConfig(BaseModel):
-    """Base of the heads' own fields; unknown ones are errors."""
+    """One architecture: the head's own fields (unknown ones are errors), and what they make.
+
+    A module `drafts/heads/NAME.py` holds one subclass, which is then known by its `architecture`; one from outside the
+    package is made known by `algorithms.registry.register`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def disagreements(self, config: "DraftConfig") -> Iterable[str]:
-        """Faults of these fields against the rest of the draft (block size, hidden size): one line each."""
+    architecture: ClassVar[str]
+    """The name in `DraftConfig.architecture`."""
+    spelling: ClassVar[HeadSpelling | None] = None
+    """How files spell such drafts; None: no layout does."""
+    needs_block: ClassVar[bool] = True
+    """Whether its drafts fill blocks of masked slots, so that their configuration says `block_size` and
+    `mask_token_id`; otherwise it may not."""
+    own_vocabulary: ClassVar[bool] = False
+    """Whether its drafts may have an output head over a part of the target's tokens (`draft_vocab_size`)."""
+
+    def build(self, sizes: DraftSizes) -> nn.Module | None:
+        """`Draft.head`, if there is one. The names of its parameters are their names in files. Modules with parameters
+        of their own define `reset_parameters()`; `nn.Linear` and `nn.Embedding` weights are drawn by the draft."""
+        return None
+
+    def wrappers(self, sizes: DraftSizes) -> dict[str, nn.Module]:
+        """Modules around one layer's sublayers, by the names in `backbone.WRAPPED_SUBLAYERS`."""
+        return {}
+
+    def disagreements(self, sizes: DraftSizes) -> Iterable[str]:
+        """Faults of these fields against the rest of the draft: one line each."""
         return ()
 
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """What one architecture adds to the backbone; everything left None for the plain backbone.
-
-    config: the type of its own fields (`DraftConfig.head`). build: makes `draft.head`; its parameters' names in files
-    are their names in the module. wrappers: makes the modules around each layer's sublayers (names as in
-    `backbone.WRAPPED_SUBLAYERS`). Modules with parameters of their own define `reset_parameters()`; `nn.Linear` and
-    `nn.Embedding` weights are drawn by the draft. needs_block: whether its drafts fill blocks of masked slots, so that
-    their configuration says `block_size` and `mask_token_id`; own_vocabulary: whether they may have an output head over
-    a part of the target's tokens (`draft_vocab_size`).
-    """
-
-    config: type[HeadConfig] | None = None
-    build: Callable[["DraftConfig"], nn.Module] | None = None
-    wrappers: Callable[["DraftConfig"], dict[str, nn.Module]] | None = None
-    needs_block: bool = True
-    own_vocabulary: bool = False
-
-    def parse(self, fields: dict[str, Any]) -> HeadConfig | None:
-        """The typed configuration of these fields; `DraftConfigError` names each fault."""
-        if self.config is None:
-            if fields:
-                raise DraftConfigError(
-                    f"head has {', '.join(sorted(fields))}; this architecture has no head: remove them"
-                )
-            return None
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> "HeadConfig":
+        """The head of these fields; `DraftConfigError` names each fault."""
+        if fields and not cls.model_fields:
+            raise DraftConfigError(f"head has {', '.join(sorted(fields))}; this architecture has no head: remove them")
         try:
-            return self.config(**fields)
+            return cls(**fields)
         except ValidationError as error:
-            raise DraftConfigError(describe(error, "the draft's head", self.config.model_fields)) from None
+            raise DraftConfigError(describe(error, "the draft's head", cls.model_fields)) from None
+
+    @classmethod
+    def of(cls, config: "HasHead") -> Self:
+        """The head of a draft's configuration, which is known to be of this architecture; `DraftConfigError` where it
+        is not."""
+        if not isinstance(config.head, cls):
+            raise DraftConfigError(
+                f"the draft is of architecture {config.head.architecture!r}; allowed here: {cls.architecture!r}"
+            )
+        return config.head
+
+    @classmethod
+    def member(cls) -> Member | None:
+        """What layouts are told of the architecture."""
+        return None if cls.spelling is None else Member(cls.architecture, tuple(cls.model_fields), cls.spelling)

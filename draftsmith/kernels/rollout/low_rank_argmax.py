@@ -1,4 +1,4 @@
-"""The best token under `base + W2 u`: the last part of a step of a sequential head, for Domino and DSpark alike.
+"""The best token under `base + W2 u`: the last part of a step of a sequential head.
 
 `low_rank_argmax` reads W2 [V, E] once, adds the product to the base logits in fp32 and keeps, per row of the batch, the
 best token as a key (`keys`): the [V] scores are written nowhere. `low_rank_sample` divides the scores by a temperature
