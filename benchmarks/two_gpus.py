@@ -60,6 +60,7 @@ from draftsmith.run.outline import TargetOutline
 from draftsmith.training.loop import Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 
 STEPS, WINDOW = 20, 5
 STOP_AFTER = 7  # the step that runs when the signal comes is the last one
@@ -149,10 +150,9 @@ def training(call: Call, name: str, method_name: str, kind: Any, run_dir: Path, 
             feature_store(call, name, outline)
     with drawn_on(call.device):
         return train(
-            draft_section=draft_section(call, shape, method_name),
+            section=draft_section(call, shape, method_name),
             target=outline,
-            ends=outline.ends,
-            store=Store.open(call.into / f"features-{name}"),
+            source=StoreSource(Store.open(call.into / f"features-{name}")),
             run_dir=run_dir,
             options=TrainOptions(
                 max_steps=STEPS,

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +79,10 @@ class OnlineFeatures:
             if self._cache is not None:
                 self._cache.keep(records)
         return records
+
+    def carrying(self, features: Collection[str]) -> "OnlineFeatures":
+        """Itself: the target gives what its layout says, whatever is needed of it."""
+        return self
 
     def _capture(self, samples: list[Sample]) -> list[Record]:
         found: dict[str, Record] = {}

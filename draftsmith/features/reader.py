@@ -3,6 +3,7 @@
 import bisect
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
+from copy import copy
 from itertools import accumulate
 from pathlib import Path
 
@@ -61,12 +62,17 @@ class Store:
         """
         directory = Path(directory)
         manifest = read_manifest(directory)
-        held = tuple(manifest.layout.widths)
-        missing = sorted(set(features or ()) - set(held))
-        if missing:
-            raise StoreError(f"{directory} does not hold {', '.join(missing)}; it holds {', '.join(held)}")
-        names = held if features is None else tuple(name for name in held if name in features)
+        names = _held(directory, manifest, features)
         return cls(directory, manifest, _read_index(directory, manifest), names)
+
+    def carrying(self, features: Collection[str]) -> "Store":
+        """The same store, opened apart from this one; its records carry these features. Raises `StoreError` for one
+        that it does not hold."""
+        other = copy(self)
+        other.features = _held(self.directory, self.manifest, features)
+        other.checked = torch.zeros_like(self.checked)
+        other._open = OrderedDict()
+        return other
 
     def __len__(self) -> int:
         return self.manifest.samples
@@ -111,6 +117,15 @@ class Store:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": OrderedDict()}  # mapped files do not travel between processes
+
+
+def _held(directory: Path, manifest: StoreManifest, features: Collection[str] | None) -> tuple[str, ...]:
+    """The features meant by `features`, in the store's order."""
+    held = tuple(manifest.layout.widths)
+    missing = sorted(set(features or ()) - set(held))
+    if missing:
+        raise StoreError(f"{directory} does not hold {', '.join(missing)}; it holds {', '.join(held)}")
+    return held if features is None else tuple(name for name in held if name in features)
 
 
 class _Shard:

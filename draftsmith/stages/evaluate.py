@@ -20,7 +20,7 @@ def by_generating(
     engine: EngineOptions | None = None,
     busy: AbstractContextManager[Any] | None = None,
 ) -> Callable[[Draft], dict[str, float]]:
-    """A function for `train(evaluate_generate=...)`: greedy answers to `prompts` (token ids), decoded speculatively.
+    """A function for `training.hooks.Hooks`: greedy answers to `prompts` (token ids), decoded speculatively.
 
     It returns `accept_length`, the tokens committed per verify (`blocks.accept.counted_verifies`), and `tokens`, how
     many were made; just `tokens` where no verify counts.

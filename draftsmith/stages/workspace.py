@@ -46,8 +46,10 @@ from draftsmith.stages.store_stages import StoreStages
 from draftsmith.targets.description import TargetDescription
 from draftsmith.targets.options import TargetOptions
 from draftsmith.training.checkpoint import RunCheckpoints
+from draftsmith.training.hooks import Hooks
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from draftsmith.training.start import find_start
 
 
@@ -116,7 +118,7 @@ class Workspace(StoreStages):
 
         def work() -> None:
             use_own_device()
-            source = store if store is not None else self._online_features()
+            source = StoreSource(store) if store is not None else self._online_features()
             busy = source.busy if isinstance(source, OnlineFeatures) else None
             evaluate = self._evaluation_by_generating(busy) if recipe.train.eval_prompts else None
             outline, origin = self._outline(), self._provenance()
@@ -124,18 +126,15 @@ class Workspace(StoreStages):
             # Features that were computed are good whatever ends the training.
             with closing(source) if isinstance(source, OnlineFeatures) else nullcontext():
                 result = train(
-                    draft_section=recipe.draft,
-                    target=outline,
-                    ends=outline.ends,
-                    store=source,
-                    run_dir=directory,
-                    options=recipe.train,
-                    track=recipe.track,
-                    target_identity=origin.target,
-                    tokenizer_identity=origin.tokenizer,
+                    recipe.draft,
+                    outline,
+                    source,
+                    directory,
+                    recipe.train,
+                    recipe.track,
+                    provenance=origin,
                     resume=resume or (self.stamps.redo and unfinished),
-                    progress=self.progress,
-                    evaluate_generate=evaluate,
+                    hooks=Hooks(self.progress, evaluate),
                 )
             if result.interrupted_by is not None:
                 self.say(f"training: stopped at step {result.step} of {result.total_steps} and saved; --resume goes on")

@@ -44,20 +44,20 @@ class Evaluation:
 
     Rows and examples are the same every time (epoch 0 of the seed), so two evaluations differ only by the draft. What a
     draft is judged by, as in serving, is the method's to say (`ExampleMaker.held_out`).
-    documents, lengths and names: the held-out documents' number in the source, tokens and ids.
+    documents: the held-out documents' numbers in the source.
     """
 
     def __init__(
         self,
         batches: BatchMaker,
         documents: list[int],
-        lengths: Sequence[int],
-        names: Sequence[str],
         *,
         rows_per_forward: int,
         rank: int,
         num_ranks: int,
     ) -> None:
+        source = batches.source
+        lengths, names = [source.lengths[i] for i in documents], [source.sample_ids[i] for i in documents]
         rows = [[documents[i] for i in row] for row in pack_rows(lengths, batches.tokens_per_row, names)]
         self._forwards = deal(rows, rows_per_forward, rank, num_ranks)
         self._batches = batches

@@ -34,6 +34,7 @@ class Parallel:
     """
 
     def __init__(self, module: nn.Module, kind: str, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
         self.num_processes = accelerator.num_processes
         self.sharded = kind == "fsdp" and self.num_processes > 1
         self.forward: Any = module

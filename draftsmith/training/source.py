@@ -1,6 +1,6 @@
 """Where training gets its documents and their features from: a store, or a target that runs beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from draftsmith.features.manifest import StoreHeader
@@ -27,14 +27,18 @@ class FeatureSource(Protocol):
         """The records of the documents with these numbers; features may be on any device."""
         ...
 
+    def carrying(self, features: Collection[str]) -> "FeatureSource":
+        """The same documents; records need carry no other features than these."""
+        ...
+
 
 class StoreSource:
-    """A feature store on disk; `features` are the names of the tensors to read."""
+    """A feature store on disk. features: the names of the tensors to read (None: those that `store` reads)."""
 
     live = False
 
-    def __init__(self, store: Store, features: tuple[str, ...]) -> None:
-        self.store = Store.open(store.directory, features)
+    def __init__(self, store: Store, features: Collection[str] | None = None) -> None:
+        self.store = store.carrying(store.features if features is None else features)
         self.store.checked.share_memory_()  # a document that one worker found whole need not be checked by the next
         self.header: StoreHeader = store.manifest.header
         self.fingerprint = store.manifest.index.sha256
@@ -45,3 +49,6 @@ class StoreSource:
 
     def records(self, documents: Sequence[int]) -> list[Record]:
         return [self.store[document] for document in documents]
+
+    def carrying(self, features: Collection[str]) -> "StoreSource":
+        return StoreSource(self.store, features)

@@ -16,7 +16,7 @@ from draftsmith.features.identity import Provenance
 from draftsmith.features.reader import Store
 from draftsmith.targets.target import Target
 from draftsmith.training.run import train
-from draftsmith.training.source import FeatureSource
+from draftsmith.training.source import FeatureSource, StoreSource
 from tests.support.every_method import METHODS, section_of
 from tests.support.tiny import tiny_target
 from tests.training.counting import QUIET, identity_of, options
@@ -50,20 +50,19 @@ def test_online_training_is_training_from_a_capture(
     provenance = Provenance(identity_of(target), None)
     capture(target, samples, layout, tmp_path / "features", OPTIONS, provenance)
 
-    def run(source: Store | FeatureSource, name: str, **fields: int) -> list[float]:
+    def run(source: FeatureSource, name: str, **fields: int) -> list[float]:
         train(
-            draft_section=section,
+            section=section,
             target=target,
-            ends=target.ends,
-            store=source,
+            source=source,
             run_dir=tmp_path / name,
             options=options(**{"max_steps": 2, "eval_share": 0.0, **fields}),
             track=QUIET,
-            target_identity=identity_of(target),
+            provenance=Provenance(identity_of(target), None),
         )
         return losses(tmp_path / name)
 
-    stored = run(Store.open(tmp_path / "features"), "stored")
+    stored = run(StoreSource(Store.open(tmp_path / "features")), "stored")
     live = OnlineFeatures(target, samples, layout, OPTIONS, provenance)
     assert len(stored) == 2
     assert run(live, "live") == pytest.approx(stored, rel=1e-4)

@@ -15,6 +15,7 @@ from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.training.record import find_checkpoint
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from tests.support.tiny import tiny_target
 from tests.training.counting import QUIET, SYMBOLS, TAP_IDS, identity_of, options, section
 
@@ -59,14 +60,13 @@ def online(target, cache=None, samples=None) -> OnlineFeatures:
 def run(target, source, run_dir, resume=False, **fields):
     chosen = options(**{"max_steps": 11, "rows_per_step": 3, "eval_every": 5, "lr": 1e-3, **fields})
     train(
-        draft_section=section(),
+        section=section(),
         target=target,
-        ends=target.ends,
-        store=source,
+        source=source,
         run_dir=run_dir,
         options=chosen,
         track=QUIET,
-        target_identity=identity_of(target),
+        provenance=Provenance(identity_of(target), None),
         resume=resume,
     )
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -91,7 +91,7 @@ def test_records_are_what_a_capture_stores(target, store):
 
 def test_online_training_is_offline_training(target, store, tmp_path):
     """To bf16 rounding: the target's batches differ, so a feature may round the other way."""
-    offline = run(target, store, tmp_path / "offline")
+    offline = run(target, StoreSource(store), tmp_path / "offline")
     live = run(target, online(target), tmp_path / "online")
     assert [entry["step"] for entry in live] == [entry["step"] for entry in offline]
     worst = max(abs(a - b) for a, b in zip(losses(live), losses(offline), strict=True))

@@ -16,11 +16,13 @@ from draftsmith.export.card import Measured
 from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions, RopeScaling
 from draftsmith.export.run import export_run
+from draftsmith.features.identity import Provenance
 from draftsmith.layouts import LayoutError
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
 from draftsmith.training.record import load_run
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from tests.training.counting import BASE, QUIET, counting_store, counting_target, identity_of, options
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -58,14 +60,13 @@ def runs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     store = counting_store(root / "features", target, final_state=True)
     for method, head in METHODS.items():
         train(
-            draft_section=algorithm(method).section(**{**BASE, "dtype": "bfloat16", **head}),
+            section=algorithm(method).section(**{**BASE, "dtype": "bfloat16", **head}),
             target=target,
-            ends=target.ends,
-            store=store,
+            source=StoreSource(store),
             run_dir=root / method,
             options=options(max_steps=2),
             track=QUIET,
-            target_identity=identity_of(target),
+            provenance=Provenance(identity_of(target), None),
         )
     return {method: root / method for method in METHODS}
 
@@ -219,10 +220,9 @@ def test_a_warm_started_run_says_where_it_started(runs: dict[str, Path], target:
     draft = tmp_path / "draft"
     export_run(runs["dflash"], ExportOptions(which="last"), draft, target=TargetOptions(path="org/model"))
     train(
-        draft_section=algorithm("dflash").section(init_from=str(draft)),
+        section=algorithm("dflash").section(init_from=str(draft)),
         target=target,
-        ends=target.ends,
-        store=counting_store(tmp_path / "features", target),
+        source=StoreSource(counting_store(tmp_path / "features", target)),
         run_dir=tmp_path / "warm",
         options=options(max_steps=1),
         track=QUIET,

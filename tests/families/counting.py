@@ -29,6 +29,7 @@ from draftsmith.targets.target import Target
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.record import load_run
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from draftsmith.training.warm_start import read_warm_start
 
 SYMBOLS = 11
@@ -137,14 +138,13 @@ def train_counting(
             Provenance(identity, None),
         )
         result = train(
-            draft_section=draft_section,
+            section=draft_section,
             target=target,
-            ends=target.ends,
-            store=Store.open(root / "features"),
+            source=StoreSource(Store.open(root / "features")),
             run_dir=root / "run",
             options=options,
             track=TrackOptions(console=False, jsonl=False, tensorboard=False),
-            target_identity=identity,
+            provenance=Provenance(identity, None),
         )
         evaluation = result.evaluation
         assert evaluation is not None

@@ -15,6 +15,7 @@ from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from draftsmith.training.record import find_checkpoint
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from tests.support.tiny import tiny_model
 from tests.support.tiny_draft import tiny_draft
 from tests.training.counting import QUIET, counting_store, counting_target, options, section
@@ -80,10 +81,9 @@ def test_a_draft_is_trained_there(tmp_path: Path) -> None:
     store = counting_store(tmp_path / "store", target, documents=12)
     for name in ("cuda:0", "cuda:1"):
         train(
-            draft_section=section(head_dim=16),  # the least that the attention kernels take
+            section=section(head_dim=16),  # the least that the attention kernels take
             target=target,
-            ends=target.ends,
-            store=store,
+            source=StoreSource(store),
             run_dir=tmp_path / name,
             options=options(max_steps=4, device=name, precision="fp32", compile=False, attention="anchored"),
             track=QUIET,

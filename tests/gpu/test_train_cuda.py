@@ -18,6 +18,7 @@ from draftsmith.training.parallel import Parallel
 from draftsmith.training.plan import Forward
 from draftsmith.training.record import find_checkpoint
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from draftsmith.training.update import Updater
 from tests.training.counting import BASE, QUIET, batches_of, counting_store, counting_target, options
 
@@ -42,10 +43,9 @@ def section_of(name="dflash"):
 def run(target, store, run_dir, name="dflash", **fields):
     chosen = options(device="cuda", data_workers=2, **fields)
     train(
-        draft_section=section_of(name),
+        section=section_of(name),
         target=target,
-        ends=target.ends,
-        store=store,
+        source=StoreSource(store),
         run_dir=run_dir,
         options=chosen,
         track=QUIET,

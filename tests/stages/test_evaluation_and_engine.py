@@ -14,6 +14,7 @@ from draftsmith.features.schema import CaptureLayout
 from draftsmith.run.recipe import parse_recipe
 from draftsmith.stages.evaluate import by_generating
 from draftsmith.targets.target import Target
+from draftsmith.training.hooks import Hooks
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.run import train
 
@@ -78,12 +79,11 @@ def test_held_out_accept_length_is_the_engines(tmp_path, steps, lr):
     fields = {"block_size": 5, "num_hidden_layers": 1, "target_layer_ids": TAP_IDS, "mask_token_id": MASK}
     prompts = texts(target, 24, 3, seed=2).tolist()
     train(
-        draft_section=parse_recipe(
+        section=parse_recipe(
             {"run": "run", "target": {"path": "cycle"}, "draft": {**fields, **draft, "dtype": "float32"}}
         ).draft,
         target=target,
-        ends=target.ends,
-        store=source,
+        source=source,
         run_dir=tmp_path,
         options=TrainOptions(
             device="cpu",
@@ -97,7 +97,7 @@ def test_held_out_accept_length_is_the_engines(tmp_path, steps, lr):
             keep_best=0,
         ),
         track=TrackOptions(console=False, tensorboard=False),
-        evaluate_generate=by_generating(target, prompts, max_new_tokens=61, busy=source.busy),
+        hooks=Hooks(evaluate_generate=by_generating(target, prompts, max_new_tokens=61, busy=source.busy)),
     )
     entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     pairs = [(e["accept_length"], e["generate_accept_length"]) for e in entries if e["kind"] == "eval"]

@@ -15,6 +15,7 @@ from draftsmith.features.reader import Store
 from draftsmith.run.recipe import parse_recipe
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.run import TrainResult, train
+from draftsmith.training.source import StoreSource
 from tests.training.counting import BASE, QUIET, counting_target
 
 
@@ -31,10 +32,9 @@ def train_job(
     target = counting_target()
     fields = {"run": "run", "target": {"path": "counting"}, "draft": {"algorithm": "dflash", **BASE, **(draft or {})}}
     return train(
-        draft_section=parse_recipe(fields).draft,
+        section=parse_recipe(fields).draft,
         target=target,
-        ends=target.ends,
-        store=Store.open(store),
+        source=StoreSource(Store.open(store)),
         run_dir=Path(run_dir),
         options=TrainOptions(**options),
         track=QUIET.model_copy(update={"every": every}),

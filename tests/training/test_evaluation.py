@@ -50,8 +50,6 @@ def parts(target, store):
         return Evaluation(
             batches,
             documents,
-            [store.lengths[i] for i in documents],
-            [store.sample_ids[i] for i in documents],
             rows_per_forward=1,
             rank=rank,
             num_ranks=num_ranks,
@@ -95,17 +93,11 @@ def test_blocks_are_predicted_from_their_anchor_whatever_training_shows(parts):
     accelerator = Accelerator(cpu=True)
     plain = evaluation()
     wanted = plain.run(loss, torch.device("cpu"), 0.0, accelerator)
-    (documents, lengths, names) = ([3, 4, 9, 11, 17], *_facts(plain, [3, 4, 9, 11, 17]))
     visible = replace(plain._batches.maker, visible_slots=lambda generator, count: np.full(count, 2))
     showing = replace(plain._batches, maker=visible)
-    other = Evaluation(showing, documents, lengths, names, rows_per_forward=1, rank=0, num_ranks=1)
+    other = Evaluation(showing, [3, 4, 9, 11, 17], rows_per_forward=1, rank=0, num_ranks=1)
     assert other.run(loss, torch.device("cpu"), 0.0, accelerator) == wanted
     assert showing.micro_batch(other._forwards[0], epoch=0).examples.first_label.any()  # in training it would show
-
-
-def _facts(evaluation, documents):
-    source = evaluation._batches.source
-    return [source.lengths[i] for i in documents], [source.sample_ids[i] for i in documents]
 
 
 def test_only_whole_blocks_count(parts):

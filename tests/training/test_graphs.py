@@ -14,6 +14,7 @@ from draftsmith.algorithms.trainee import Computation, Work
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.identity import Provenance
 from draftsmith.features.packing import collate
 from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
@@ -26,6 +27,7 @@ from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions, check_replayable
 from draftsmith.training.plan import Forward
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from tests.blocks.packed import anchors_of, blocks_of
 from tests.training.counting import (
     BASE,
@@ -102,14 +104,13 @@ def test_graphs_where_there_can_be_none_are_refused(tmp_path):
     target = counting_target()
     with pytest.raises(DraftsmithError, match=r"the device is cpu.*: switch train.graphs off"):
         train(
-            draft_section=section(),
+            section=section(),
             target=target,
-            ends=target.ends,
-            store=counting_store(tmp_path / "store", target),
+            source=StoreSource(counting_store(tmp_path / "store", target)),
             run_dir=tmp_path / "run",
             options=options(graphs=True, device="auto", rows_per_forward=2),
             track=QUIET,
-            target_identity=identity_of(target),
+            provenance=Provenance(identity_of(target), None),
         )
     assert not (tmp_path / "run").exists()
 

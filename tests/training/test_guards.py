@@ -7,10 +7,11 @@ from draftsmith.features.manifest import StoreHeader
 from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.shards import StoreWriter, finish_store
-from draftsmith.training import run as run_module
+from draftsmith.training import loop as loop_module
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.guards import MicroBatchRecord, NonFiniteError, StepRecord, Verdicts, find_non_finite
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from draftsmith.training.update import Update
 from tests.training.counting import QUIET, counting_store, identity_of, options, section
 
@@ -33,10 +34,9 @@ def poisoned(tmp_path, target) -> Store:
 def test_a_non_finite_loss_stops_with_step_and_document_and_a_debug_record(tmp_path, target, poisoned):
     with pytest.raises(NonFiniteError) as error:
         train(
-            draft_section=section(),
+            section=section(),
             target=target,
-            ends=target.ends,
-            store=poisoned,
+            source=StoreSource(poisoned),
             run_dir=tmp_path / "run",
             options=options(
                 max_steps=50, tokens_per_row=24, rows_per_step=2, save_every=1, keep_last=100, eval_share=0.0
@@ -97,12 +97,11 @@ def test_outcomes_come_in_order_after_their_lag_and_none_is_lost(lag):
 
 def poisoned_run(target, poisoned, run_dir, lag, monkeypatch, **fields):
     """Trains on the store with one infinite document, as a GPU does where lag is 1: the outcome is read a step late."""
-    monkeypatch.setattr(run_module, "_lag", lambda device: lag)
+    monkeypatch.setattr(loop_module, "_lag", lambda device: lag)
     return train(
-        draft_section=section(),
+        section=section(),
         target=target,
-        ends=target.ends,
-        store=poisoned,
+        source=StoreSource(poisoned),
         run_dir=run_dir,
         options=options(
             **{

@@ -8,6 +8,7 @@ from draftsmith.algorithms.trainee import Computation
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.plan import Forward
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from tests.support.tiny_draft import tiny_draft
 from tests.training.counting import MASK, QUIET, TAP_IDS, batches_of, options, section
 from tests.training.test_train import entries, weights
@@ -46,10 +47,9 @@ def test_gradient_checkpointing_keeps_less_and_changes_nothing(target, store, pr
 def test_compiled_layers_train_alike(target, store, tmp_path):
     for how in (False, True):
         train(
-            draft_section=section(),
+            section=section(),
             target=target,
-            ends=target.ends,
-            store=store,
+            source=StoreSource(store),
             run_dir=tmp_path / str(how),
             options=options(max_steps=3, compile=how, lr=1e-3, eval_share=0.0),
             track=QUIET,

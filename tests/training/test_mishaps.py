@@ -12,10 +12,12 @@ from accelerate import Accelerator
 from pydantic import ValidationError
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.identity import Provenance
 from draftsmith.training.checkpoint import STATE, WEIGHTS, Position, RunCheckpoints
 from draftsmith.training.guards import NonFiniteReport, write_report
 from draftsmith.training.record import claim, find_checkpoint, read_record
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from draftsmith.training.tracking import RunLog
 from tests.training.counting import QUIET, identity_of, options, section
 
@@ -24,14 +26,13 @@ SHORT = {"max_steps": 3, "save_every": 1, "keep_last": 3, "eval_share": 0.0}
 
 def run(target, store, run_dir, *, resume=False, **changes):
     return train(
-        draft_section=section(),
+        section=section(),
         target=target,
-        ends=target.ends,
-        store=store,
+        source=StoreSource(store),
         run_dir=run_dir,
         options=options(**{**SHORT, **changes}),
         track=QUIET,
-        target_identity=identity_of(target),
+        provenance=Provenance(identity_of(target), None),
         resume=resume,
     )
 

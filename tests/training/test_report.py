@@ -6,16 +6,16 @@ import pytest
 from draftsmith.page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_chart
 from draftsmith.training.report import curves_of
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from tests.training.counting import QUIET, options, section
 
 
 def test_a_run_ends_with_a_page_of_its_curves(target, store, run_dir):
     def run(steps, resume):
         train(
-            draft_section=section(),
+            section=section(),
             target=target,
-            ends=target.ends,
-            store=store,
+            source=StoreSource(store),
             run_dir=run_dir,
             options=options(max_steps=steps, eval_every=2),
             track=QUIET.model_copy(update={"peak_tflops": 0.001}),

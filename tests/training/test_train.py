@@ -11,33 +11,33 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (slow import, k
 
 from draftsmith.algorithms.dflash import DFlashObjective
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.identity import Provenance
 from draftsmith.features.manifest import StoreError, StoreHeader
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
+from draftsmith.training.hooks import Hooks
 from draftsmith.training.options import TrackOptions
 from draftsmith.training.record import find_checkpoint, load_run
 from draftsmith.training.run import train
 from draftsmith.training.schedule import learning_rate
+from draftsmith.training.source import StoreSource
 from tests.support.tiny import tiny_target
 from tests.training.counting import QUIET, TAP_IDS, counting_store, identity_of, options, section
 
 LAYOUT = CaptureLayout(TAP_IDS, 32, final_state=False, dtype=torch.float32)
 
 
-def run(target, store, run_dir, train_options=None, draft_section=None, **arguments):
+def run(target, store, run_dir, train_options=None, draft_section=None, *, track=QUIET, hooks=None, **arguments):
     return train(
-        **{
-            "draft_section": draft_section or section(),
-            "target": target,
-            "ends": target.ends,
-            "store": store,
-            "run_dir": run_dir,
-            "options": train_options or options(),
-            "track": QUIET,
-            "target_identity": identity_of(target),
-            **arguments,
-        }
+        draft_section or section(),
+        target,
+        StoreSource(store),
+        run_dir,
+        train_options or options(),
+        track,
+        hooks=hooks,
+        **{"provenance": Provenance(identity_of(target), None), **arguments},
     )
 
 
@@ -156,7 +156,7 @@ def test_a_resumed_run_is_bit_identical(target, store, tmp_path, stop_at, monkey
         """Stands for all that draws from torch's own generator, which goes on too."""
         return {"noise": float(torch.rand(()))}
 
-    run(target, store, tmp_path / "straight", chosen, track=track, evaluate_generate=noise)
+    run(target, store, tmp_path / "straight", chosen, track=track, hooks=Hooks(evaluate_generate=noise))
     assert len({entry["generate_noise"] for entry in entries(tmp_path / "straight", "eval")}) > 2
 
     class Killer:
@@ -174,10 +174,11 @@ def test_a_resumed_run_is_bit_identical(target, store, tmp_path, stop_at, monkey
 
             return nullcontext(Killer())
 
-    resumed_run = {"track": track, "evaluate_generate": noise}
-    stopped = run(target, store, tmp_path / "resumed", chosen, progress=Killing(), **resumed_run)
+    killed = Hooks(Killing(), evaluate_generate=noise)
+    stopped = run(target, store, tmp_path / "resumed", chosen, track=track, hooks=killed)
     assert (stopped.step, stopped.interrupted_by) == (stop_at, "SIGTERM")
-    finished = run(target, store, tmp_path / "resumed", chosen, resume=True, **resumed_run)
+    whole = Hooks(evaluate_generate=noise)
+    finished = run(target, store, tmp_path / "resumed", chosen, track=track, hooks=whole, resume=True)
     assert finished.step == 9
 
     straight, resumed = (find_checkpoint(tmp_path / name, "last") for name in ("straight", "resumed"))
@@ -261,7 +262,7 @@ def test_bf16_arithmetic_differs_from_fp32(target, store, tmp_path):
 def test_the_targets_own_ends_are_left_as_they_are(store, run_dir):
     target = tiny_target("llama", vocab_size=19, num_layers=4, dtype=torch.bfloat16)
     head = target.ends.head_weight
-    run(target, store, run_dir, target_identity=None)
+    run(target, store, run_dir, provenance=None)
     assert target.ends.head_weight is head
     assert head.dtype == torch.bfloat16
 
@@ -313,7 +314,13 @@ def test_generation_is_evaluated_with_the_draft_as_it_is_served(target, store, r
         seen.append((draft.dtype, draft.training))
         return {"accept_length": 2.5}
 
-    run(target, store, run_dir, draft_section=section(dtype="bfloat16"), evaluate_generate=evaluate_generate)
+    run(
+        target,
+        store,
+        run_dir,
+        draft_section=section(dtype="bfloat16"),
+        hooks=Hooks(evaluate_generate=evaluate_generate),
+    )
     assert seen == [(torch.bfloat16, False)] * 2
     assert [entry["generate_accept_length"] for entry in entries(run_dir, "eval")] == [2.5, 2.5]
 

@@ -11,10 +11,12 @@ import torch
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.features.identity import Provenance
 from draftsmith.features.reader import Store
 from draftsmith.targets.target import Target
 from draftsmith.training.record import load_run
 from draftsmith.training.run import TrainResult, train
+from draftsmith.training.source import StoreSource
 from tests.training.counting import BASE, QUIET, counting_store, identity_of, options
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -46,14 +48,13 @@ def run(
 ) -> TrainResult:
     fields = {"max_steps": steps, **arguments.pop("fields", {})}
     return train(
-        draft_section=draft_section,
+        section=draft_section,
         target=target,
-        ends=target.ends,
-        store=store,
+        source=StoreSource(store),
         run_dir=run_dir,
         options=options(**fields),
         track=QUIET,
-        target_identity=identity_of(target),
+        provenance=Provenance(identity_of(target), None),
         **arguments,
     )
 

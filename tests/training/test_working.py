@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 from draftsmith.training.run import train
+from draftsmith.training.source import StoreSource
 from draftsmith.training.working import working_weights
 from tests.training.counting import QUIET, options, section
 from tests.training.test_train import entries
@@ -81,10 +82,9 @@ def test_a_run_in_bf16_follows_one_in_fp32(target, store, tmp_path):
     losses = []
     for precision in ("fp32", "bf16"):
         train(
-            draft_section=section(),
+            section=section(),
             target=target,
-            ends=target.ends,
-            store=store,
+            source=StoreSource(store),
             run_dir=tmp_path / precision,
             options=options(precision=precision, max_steps=12, lr=3e-3, eval_share=0.0),
             track=QUIET,
