@@ -13,6 +13,7 @@ from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objectiv
 from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
 from draftsmith.algorithms.dflash2_path import DFlash2Filler, selector_of
+from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.options import DecodingOptions
@@ -22,6 +23,7 @@ from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2HeadConfig
+from draftsmith.kernels.rollout.candidate_path import fits
 from draftsmith.kernels.vocabulary.softmax_rows import gradient, statistics
 from draftsmith.losses.chunked import Chunk, chunked_sum
 from draftsmith.targets.ends import TargetEnds
@@ -163,10 +165,6 @@ class DFlash2(BlockAlgorithm[DecodingOptions]):
     def filler(self, draft: Draft, ends: TargetEnds, options: DecodingOptions) -> Filler:
         if draft.device.type != "cuda":
             return self.stepwise_filler(draft, ends, options.num_proposals)
-        # Kernels need the package triton, which not every installation has.
-        from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
-        from draftsmith.kernels.rollout.candidate_path import fits
-
         head = DFlash2HeadConfig.of(draft.config)
         if not fits(head.selector_top_k, head.selector_rank):
             _log.warning(

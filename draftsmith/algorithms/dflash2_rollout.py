@@ -6,8 +6,8 @@ from torch import Tensor
 from draftsmith.algorithms.block_drafter import Filler
 from draftsmith.algorithms.dflash2_path import draw_path, selector_of
 from draftsmith.algorithms.drafter import Proposals, Sampler
-from draftsmith.algorithms.search import base_logits
 from draftsmith.kernels.rollout.candidate_path import candidate_path, top_candidates
+from draftsmith.kernels.vocabulary.few_states import head_logits
 
 
 class KernelDFlash2Filler(Filler):
@@ -22,7 +22,7 @@ class KernelDFlash2Filler(Filler):
         """As in `Filler`."""
         selector = selector_of(self.draft)
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
-        unary = base_logits(self.draft, slots, self.ends, kernels=True)
+        unary = self.draft.logits(slots, self.ends, head_logits)
         if not sampler.greedy:
             return draw_path(selector, slots, unary, anchor_ids, sampler)
         candidates = top_candidates(unary, selector.top_k)  # [batch, P, K]

@@ -10,6 +10,7 @@ from torch import Tensor
 from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
 from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.domino_rollout import KeyedDominoFiller
 from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
@@ -195,9 +196,6 @@ class Domino(BlockAlgorithm[DominoDecodingOptions]):
                     "rollout to 'dense' or 'pruned'"
                 )
             return DominoFiller(draft, ends, layout, count)
-        # Kernels need the package triton, which not every installation has.
-        from draftsmith.algorithms.domino_rollout import KeyedDominoFiller
-
         return KeyedDominoFiller.of(
             draft,
             ends,
@@ -206,7 +204,6 @@ class Domino(BlockAlgorithm[DominoDecodingOptions]):
             part,
             pruned=rollout == "pruned",
             with_table=options.token_table,
-            kernels=draft.device.type == "cuda",
         )
 
     def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:

@@ -10,18 +10,20 @@ from torch.nn import functional
 from draftsmith.algorithms.block_drafter import Filler
 from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.rollout import Derived, VocabularyPart
-from draftsmith.algorithms.search import BlockSearch, Search, base_logits
+from draftsmith.algorithms.search import BlockSearch, Search
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.domino import DominoHead
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.rollout.input_gates import input_gates, input_gates_reference, token_table
-from draftsmith.kernels.rollout.prefix_gru import MAX_WIDTH, advance, advance_reference, start
-from draftsmith.kernels.vocabulary.keys import key_ids, token_keys
+from draftsmith.kernels.device import uses_kernels
+from draftsmith.kernels.rollout.input_gates import guessing_pays, input_gates, token_table
+from draftsmith.kernels.rollout.prefix_gru import MAX_WIDTH, advance, start
+from draftsmith.kernels.vocabulary.few_states import head_logits
+from draftsmith.kernels.vocabulary.keys import token_keys
 from draftsmith.targets.ends import TargetEnds
 
-GUESSES, GUESSED_ROWS = 4, 2
-"""Tokens guessed for each step, and the most rows of a batch for which that pays: all of them have to be right."""
+GUESSES = 4
+"""Tokens guessed for each step."""
 
 
 @dataclass
@@ -29,13 +31,12 @@ class KeyedDominoFiller(Filler):
     """Fills the block left to right, each step from the key that the step before left in device memory.
 
     ends: the whole target's. part_ends: of the tokens that `search` covers. table: the GRU's input side of every token,
-    [V, 3G], or None: read the embedding and multiply. kernels: run the Triton kernels, not their references.
+    [V, 3G], or None: read the embedding and multiply.
     """
 
     part_ends: TargetEnds
     search: Search
     table: Derived[Tensor] | None
-    kernels: bool
 
     @classmethod
     def of(
@@ -48,12 +49,11 @@ class KeyedDominoFiller(Filler):
         *,
         pruned: bool,
         with_table: bool,
-        kernels: bool,
     ) -> "KeyedDominoFiller":
         """The filler over this part of the vocabulary; builds the token table and the bounds of W2's rows. Raises
         `DraftsmithError` for a head that the kernels cannot hold."""
         head = cast(DominoHead, draft.head)
-        if kernels and head.prefix_gru.hidden_size > MAX_WIDTH:
+        if uses_kernels(head.output_weight) and head.prefix_gru.hidden_size > MAX_WIDTH:
             raise DraftsmithError(
                 f"domino's GRU has {head.prefix_gru.hidden_size} units; kernels take up to {MAX_WIDTH}: set rollout to "
                 "'plain'"
@@ -64,18 +64,18 @@ class KeyedDominoFiller(Filler):
             return ends.embedding_weight, cast(Tensor, head.prefix_gru.weight_ih_l0)
 
         table = Derived(weights, lambda rows, weight: token_table(rows, weight, scale)) if with_table else None
-        search = Search.of(lambda: head.output_weight, part, pruned=pruned, kernels=kernels)
+        search = Search.of(lambda: head.output_weight, part, pruned=pruned)
         for derived in (table, search.bounds):
             if derived is not None:
                 derived()
-        return cls(draft, ends, layout, num_proposals, part.ends(ends), search, table, kernels)
+        return cls(draft, ends, layout, num_proposals, part.ends(ends), search, table)
 
     @torch.no_grad()
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         """As in `Filler`."""
         head = cast(DominoHead, self.draft.head)
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
-        base = base_logits(self.draft, slots, self.part_ends, self.kernels)
+        base = self.draft.logits(slots, self.part_ends, head_logits)
         block = self.search.block(base, anchor_ids, sampler)
         width = head.prefix_gru.hidden_size
         # W1 [h; s] = W1_h h + W1_s s, the first for all slots at once.
@@ -93,8 +93,7 @@ class KeyedDominoFiller(Filler):
     def _guess(self, block: BlockSearch, anchor_ids: Tensor) -> tuple[Tensor, Tensor] | None:
         """Tokens [batch, P, M] that each step may read, and W_i x of them [batch, P, M, 3G] fp32: one pass over W_i
         for all steps. Step 0 reads the anchor; the others, mostly, one of the likeliest by base logits."""
-        batch = len(anchor_ids)
-        if not self.kernels or self.table is not None or batch > GUESSED_ROWS or block.search.part.parts > 1:
+        if self.table is not None or not guessing_pays(block.keys[0]) or block.search.part.parts > 1:
             return None  # of a shared vocabulary, a process sees a part of the logits only
         tokens = torch.cat((anchor_ids.view(-1, 1, 1).expand(-1, 1, GUESSES), block.guesses(GUESSES)[:, :-1]), dim=1)
         return tokens, self._input_gates(token_keys(tokens.flatten()), None).sum(0).view(*tokens.shape, -1)
@@ -115,15 +114,7 @@ class KeyedDominoFiller(Filler):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Reads the token of `keys` [batch]: the state after it, the latent, and W_h times that state."""
         gru = cast(DominoHead, self.draft.head).prefix_gru
-        weight_ih, weight_hh = cast(Tensor, gru.weight_ih_l0), cast(Tensor, gru.weight_hh_l0)
-        table = None if self.table is None else self.table()
-        if self.kernels:
-            inputs = self._input_gates(keys, known) if table is None else table
-            previous = None if table is None else keys
-            return advance(inputs, gates, state, from_hidden, for_state, weight_hh, previous=previous)
-        if table is None:
-            scale = self.draft.config.input_embedding_scale
-            inputs = input_gates_reference(key_ids(keys), self.ends.embedding_weight, weight_ih, scale)
-        else:
-            inputs = table[key_ids(keys)][None]
-        return advance_reference(inputs, gates, state, from_hidden, for_state, weight_hh)
+        weight_hh = cast(Tensor, gru.weight_hh_l0)
+        if self.table is None:
+            return advance(self._input_gates(keys, known), gates, state, from_hidden, for_state, weight_hh)
+        return advance(self.table(), gates, state, from_hidden, for_state, weight_hh, previous=keys)

@@ -16,6 +16,7 @@ from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objectiv
 from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
 from draftsmith.algorithms.drafter import Proposals, Sampler
+from draftsmith.algorithms.dspark_rollout import KeyedDSparkFiller
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
 from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary
@@ -256,9 +257,6 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
         rollout = options.resolve(self.name, weight[part.first : part.last])
         if rollout == "plain":
             return DSparkFiller(draft, ends, layout, count, options.min_survival)
-        # Kernels need the package triton, which not every installation has.
-        from draftsmith.algorithms.dspark_rollout import KeyedDSparkFiller
-
         return KeyedDSparkFiller.of(
             draft,
             ends,
@@ -266,7 +264,6 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
             count,
             part,
             pruned=rollout == "pruned",
-            kernels=draft.device.type == "cuda",
             min_survival=options.min_survival,
         )
 

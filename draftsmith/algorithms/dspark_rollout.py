@@ -10,10 +10,11 @@ from torch import Tensor
 from draftsmith.algorithms.block_drafter import Filler
 from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.rollout import VocabularyPart
-from draftsmith.algorithms.search import Search, base_logits
+from draftsmith.algorithms.search import Search
 from draftsmith.blocks.layout import BlockLayout
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dspark import DSparkHead
+from draftsmith.kernels.vocabulary.few_states import head_logits
 from draftsmith.kernels.vocabulary.keys import key_ids
 from draftsmith.targets.ends import TargetEnds
 
@@ -39,17 +40,11 @@ class KeyedDSparkFiller(Filler):
         part: VocabularyPart,
         *,
         pruned: bool,
-        kernels: bool,
         min_survival: float | None,
     ) -> "KeyedDSparkFiller":
         """The filler over this part of the vocabulary; computes the bounds of W2's rows."""
         head = cast(DSparkHead, draft.head)
-        search = Search.of(
-            lambda: head.markov_head.markov_w2.weight,
-            part,
-            pruned=pruned,
-            kernels=kernels,
-        )
+        search = Search.of(lambda: head.markov_head.markov_w2.weight, part, pruned=pruned)
         if search.bounds is not None:
             search.bounds()
         return cls(draft, ends, layout, num_proposals, part.ends(ends), search, min_survival)
@@ -60,7 +55,7 @@ class KeyedDSparkFiller(Filler):
         head = cast(DSparkHead, self.draft.head)
         markov = head.markov_head
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
-        base = base_logits(self.draft, slots, self.part_ends, self.search.kernels)
+        base = self.draft.logits(slots, self.part_ends, head_logits)
         block = self.search.block(base, anchor_ids, sampler)
         state = slots.new_zeros(slots.shape[0], markov.rank)
         for step in range(self.num_proposals):

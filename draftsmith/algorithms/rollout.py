@@ -19,6 +19,7 @@ from draftsmith.base.dtypes import DTYPES
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.device import need_triton
+from draftsmith.kernels.rollout.low_rank_pruning import pays
 from draftsmith.targets.ends import TargetEnds
 
 
@@ -128,8 +129,6 @@ def check_vocabulary(
 
 def _by_kernels(weight: Tensor) -> str:
     """The rollout by kernels that is expected to be faster for W2 `weight`."""
-    from draftsmith.kernels.rollout.low_rank_pruning import pays
-
     return "pruned" if weight.device.type == "cuda" and pays(weight) else "dense"
 
 

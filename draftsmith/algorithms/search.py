@@ -9,23 +9,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from draftsmith.algorithms.drafter import Sampler
 from draftsmith.algorithms.rollout import Derived, VocabularyPart
-from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.device import uses_kernels
 from draftsmith.kernels.rollout import low_rank_argmax as dense
 from draftsmith.kernels.rollout import low_rank_pruning as pruning
-from draftsmith.kernels.rollout.block_keys import begin_keys, begin_keys_reference, block_tokens, block_tokens_reference
+from draftsmith.kernels.rollout.block_keys import begin_keys, block_tokens
 from draftsmith.kernels.rollout.row_bounds import RowBounds, row_bounds
-from draftsmith.kernels.vocabulary.few_states import MAX_STATES, few_states_logits
 from draftsmith.kernels.vocabulary.keys import key_ids, pack_keys
 from draftsmith.kernels.vocabulary.noise import LEAST_TEMPERATURE, gumbel_noise
-from draftsmith.targets.ends import TargetEnds
 
 PRUNED_ROWS = 2
-"""The most rows of a batch for which kernels leave rows of W2 out: each is searched for itself, so that more take
+"""The most rows of a batch for which rows of W2 are left out: each is searched for itself, so that more take
 longer than all together without bounds."""
 
 
@@ -33,37 +30,30 @@ longer than all together without bounds."""
 class Search:
     """Where a filler looks for tokens: the correction's output matrix of its part of the vocabulary [n, E], and how.
 
-    bounds: of the matrix's rows, where rows that cannot win are not read. kernels: whether to run the Triton kernels or
-    their PyTorch references.
+    bounds: of the matrix's rows, where rows that cannot win are not read.
     """
 
     weight: Derived[Tensor]
     bounds: Derived[RowBounds] | None
     part: VocabularyPart
-    kernels: bool
 
     @classmethod
-    def of(cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool, kernels: bool) -> "Search":
+    def of(cls, weight: Callable[[], Tensor], part: VocabularyPart, *, pruned: bool) -> "Search":
         """The search with a correction by `weight()` [V, E], the whole vocabulary's. Raises `DraftsmithError` for one
         too wide for the kernels."""
-        if kernels:
-            _check_rank(weight(), pruned)
+        _check_rank(weight(), pruned)
         own = Derived(lambda: (weight(),), lambda whole: whole.detach()[part.first : part.last])
         bounds = Derived(lambda: (own(),), row_bounds) if pruned else None
-        return cls(own, bounds, part, kernels)
+        return cls(own, bounds, part)
 
     def block(self, base: Tensor, anchor_ids: Tensor, sampler: Sampler) -> "BlockSearch":
         """Begins a block: base [batch, P, n], the slots' logits; anchor_ids [batch] int64."""
         return BlockSearch(self, base, anchor_ids, sampler)
 
 
-def base_logits(draft: Draft, slots: Tensor, ends: TargetEnds, kernels: bool) -> Tensor:
-    """Logits without correction: slots [batch, P, H], contiguous -> [batch, P, n]."""
-    few = kernels and slots.shape[:-1].numel() <= MAX_STATES and ends.head_weight.element_size() == 2
-    return draft.logits(slots, ends, few_states_logits if few else functional.linear)
-
-
 def _check_rank(weight: Tensor, pruned: bool) -> None:
+    if not uses_kernels(weight):
+        return
     rank = weight.shape[1]
     if rank > dense.MAX_RANK:
         raise DraftsmithError(
@@ -84,34 +74,32 @@ class BlockSearch:
         self.search, self.base, self.sampler = search, base, sampler
         batch, steps, _ = base.shape
         self.weight = search.weight()
-        self.keys = (begin_keys if search.kernels else begin_keys_reference)(anchor_ids, steps)
+        self.keys = begin_keys(anchor_ids, steps)
         self.scores = None if sampler.greedy else torch.empty(base.shape, dtype=torch.float32, device=base.device)
         self.filtered_q: list[Tensor] = []
         self.leaders: pruning.Leaders | None = None
-        prunes = search.bounds is not None and (batch <= PRUNED_ROWS or not search.kernels)
-        if prunes and sampler.greedy:
-            find = pruning.leaders if search.kernels else pruning.leaders_reference
-            self.leaders = find(base.flatten(0, 1)).unflatten((batch, steps))
+        if search.bounds is not None and batch <= PRUNED_ROWS and sampler.greedy:
+            self.leaders = pruning.leaders(base.flatten(0, 1)).unflatten((batch, steps))
 
     def choose(self, step: int, latent: Tensor | None, *, of_previous: bool = False) -> None:
         """Finds the tokens of `step` from base + W2 u: latent u [batch, E], or None without a correction; of_previous:
         latent is a table [V, E], and u its row of the token before."""
         weight = None if latent is None else self.weight
         previous = self.keys[step] if of_previous else None
-        (self._run_kernel if self.search.kernels else self._run_reference)(step, weight, latent, previous)
+        self._search(step, weight, latent, previous)
         self.search.part.exchange(self.keys[step + 1])
         if self.scores is not None and self.sampler.filtered is not None:
             self._choose_filtered(step, self.scores[:, step], self.sampler.filtered)
 
     def guesses(self, count: int) -> Tensor:
-        """Some of each step's likeliest tokens without correction [batch, P, count] int32; kernels only."""
+        """Some of each step's likeliest tokens without correction [batch, P, count] int32."""
         if self.leaders is None:
             return pruning.leaders(self.base.flatten(0, 1)).firsts[:, :count].unflatten(0, self.base.shape[:2])
         return self.leaders.firsts[..., :count]
 
     def token_ids(self) -> Tensor:
         """The block's tokens [batch, P] int64."""
-        return (block_tokens if self.search.kernels else block_tokens_reference)(self.keys)
+        return block_tokens(self.keys)
 
     def distributions(self) -> Tensor | None:
         """What the tokens were drawn from [batch, P, V] fp32, or None when all rows are greedy."""
@@ -140,7 +128,7 @@ class BlockSearch:
         certain = torch.zeros_like(q).scatter_(-1, key_ids(keys)[:, None], 1.0)
         self.filtered_q.append(torch.where((sampler.temperature == 0)[:, None], certain, q))
 
-    def _run_kernel(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
+    def _search(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
         base, keys, search, sampler = self.base[:, step], self.keys[step + 1], self.search, self.sampler
         if self.scores is not None:
             dense.low_rank_sample(
@@ -159,24 +147,3 @@ class BlockSearch:
                 base, weight, latent, keys, bounds=search.bounds(), leaders=self.leaders.of((slice(None), step)),
                 previous=previous, first_id=search.part.first, overlap=step > 0,
             )  # fmt: skip
-
-    def _run_reference(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
-        base, search, sampler = self.base[:, step], self.search, self.sampler
-        first = search.part.first
-        corrects = weight is not None
-        if weight is None or latent is None:
-            weight, latent = base.new_zeros(base.shape[1], 1), base.new_zeros(base.shape[0], 1)
-        elif previous is not None:
-            latent = latent[key_ids(previous)]
-        if self.scores is not None:
-            noise = gumbel_noise(sampler.seeds, sampler.anchors, step, base.shape[1], first)
-            found, self.scores[:, step] = dense.low_rank_sample_reference(
-                base, weight, latent, noise, sampler.temperature, first
-            )
-        elif self.leaders is None or search.bounds is None or not corrects:
-            found = dense.low_rank_argmax_reference(base, weight, latent, first)
-        else:
-            found = pruning.pruned_low_rank_argmax_reference(
-                base, weight, latent, search.bounds(), self.leaders.firsts[:, step], first
-            )
-        self.keys[step + 1].copy_(found)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from draftsmith.kernels.device import uses_kernels
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import LOWEST_KEY_IN_KERNEL, key_ids, key_ids_in_kernel, new_keys, token_keys
 
@@ -37,6 +38,8 @@ def _tokens_kernel(keys_ptr, out_ptr, batch, steps, BLOCK: tl.constexpr):  # typ
 
 def begin_keys(anchor_ids: Tensor, steps: int) -> Tensor:
     """anchor_ids [batch] int64 -> keys [steps + 1, batch] int64: the anchors', then keys below every token's."""
+    if not uses_kernels(anchor_ids):
+        return begin_keys_reference(anchor_ids, steps)
     batch = len(anchor_ids)
     anchors, total = anchor_ids.contiguous(), (steps + 1) * batch
     keys = torch.empty(steps + 1, batch, dtype=torch.int64, device=anchor_ids.device)
@@ -46,6 +49,8 @@ def begin_keys(anchor_ids: Tensor, steps: int) -> Tensor:
 
 def block_tokens(keys: Tensor) -> Tensor:
     """keys [steps + 1, batch] int64, contiguous -> the steps' tokens [batch, steps] int64."""
+    if not uses_kernels(keys):
+        return block_tokens_reference(keys)
     steps, batch = keys.shape[0] - 1, keys.shape[1]
     tokens = torch.empty(batch, steps, dtype=torch.int64, device=keys.device)
     _tokens_kernel[(triton.cdiv(batch * steps, BLOCK),)](keys, tokens, batch, steps, BLOCK=BLOCK)

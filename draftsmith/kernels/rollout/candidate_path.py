@@ -9,7 +9,7 @@ the token before is one of the rows fetched for the step before.
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import (
     LOWEST_KEY_IN_KERNEL,
@@ -97,6 +97,8 @@ def top_candidates(logits: Tensor, count: int) -> Tensor:
     logits [..., V] contiguous, bf16, fp16 or fp32, no NaN; count 1 to min(V, `MAX_CANDIDATES`) -> [..., count] int64.
     Raises `ValueError` for others.
     """
+    if not uses_kernels(logits):
+        return top_candidates_reference(logits, count)
     vocab = logits.shape[-1]
     if not 1 <= count <= min(vocab, MAX_CANDIDATES):
         raise ValueError(f"count is {count}; allowed: 1 to {min(vocab, MAX_CANDIDATES)}")
@@ -184,6 +186,8 @@ def candidate_path(
     of one dtype, to which A * (P h) is rounded; sums are in fp32 -> token ids [batch, P] int64. Raises `ValueError` for
     operands that do not fit.
     """
+    if not uses_kernels(candidates):
+        return candidate_path_reference(candidates, anchor_ids, projected, predecessor, successor)
     batch, steps, count = candidates.shape
     rank = predecessor.shape[1]
     sizes_fit = projected.shape == (batch, steps, rank) and successor.shape == predecessor.shape

@@ -7,12 +7,20 @@ for every token. What a step makes of it is in `prefix_gru`.
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.triton import tl, triton
-from draftsmith.kernels.vocabulary.keys import key_ids_in_kernel
+from draftsmith.kernels.vocabulary.keys import key_ids, key_ids_in_kernel
 
 SHARED_BYTES = 200_000
 """What the tiles in flight may take of a multiprocessor's shared memory."""
+GUESSED_ROWS = 2
+"""The most rows of a batch for which guessing pays: the guesses of all of them have to be right."""
+
+
+def guessing_pays(keys: Tensor) -> bool:
+    """Whether gates of some likely tokens, worked out for all steps in one pass over the matrix, save later passes:
+    where a kernel reads the matrix, for keys [batch] of few rows."""
+    return uses_kernels(keys) and len(keys) <= GUESSED_ROWS
 
 
 def scaled_embeddings(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -122,6 +130,8 @@ def input_gates(
     3G] fp32, rows contiguous: where all rows' tokens are among their guesses, the matrix is not read. The inner
     dimension is split so that enough programs read it.
     """
+    if not uses_kernels(previous):
+        return input_gates_reference(key_ids(previous), embedding, weight_ih, scale)
     outputs, hidden = weight_ih.shape
     batch = len(previous)
     if embedding.shape[1] != hidden or not (embedding.is_contiguous() and weight_ih.is_contiguous()):

@@ -13,21 +13,34 @@ import torch
 from torch import Tensor
 
 from draftsmith.base.dtypes import DTYPES
-from draftsmith.kernels.device import overlapping, shared_memory, stages_that_fit
+from draftsmith.kernels.device import overlapping, shared_memory, stages_that_fit, uses_kernels
 from draftsmith.kernels.triton import tl, triton
-from draftsmith.kernels.vocabulary.keys import LOWEST_KEY_IN_KERNEL, key_ids_in_kernel, pack_keys, pack_keys_in_kernel
-from draftsmith.kernels.vocabulary.noise import LEAST_TEMPERATURE, Stream
+from draftsmith.kernels.vocabulary.keys import (
+    LOWEST_KEY_IN_KERNEL,
+    key_ids,
+    key_ids_in_kernel,
+    pack_keys,
+    pack_keys_in_kernel,
+)
+from draftsmith.kernels.vocabulary.noise import LEAST_TEMPERATURE, Stream, gumbel_noise
 
 MAX_RANK = 512
 """The widest E that the kernels hold."""
 
 
-def low_rank_scores(base: Tensor, weight: Tensor, latent: Tensor) -> Tensor:
+def low_rank_scores(base: Tensor, weight: Tensor | None, latent: Tensor | None) -> Tensor:
     """base [batch, V] + latent [batch, E] W2^T [E, V] in fp32: products of the inputs as they are, summed in fp32."""
+    if weight is None or latent is None:
+        return base.float()
     return base.float() + latent.float() @ weight.float().T
 
 
-def low_rank_argmax_reference(base: Tensor, weight: Tensor, latent: Tensor, first_id: int = 0) -> Tensor:
+def latents_of(latent: Tensor | None, previous: Tensor | None) -> Tensor | None:
+    """The latents [batch, E], where a table [*, E] may be given and the keys of the tokens whose rows they are."""
+    return latent if latent is None or previous is None else latent[key_ids(previous)]
+
+
+def low_rank_argmax_reference(base: Tensor, weight: Tensor | None, latent: Tensor | None, first_id: int = 0) -> Tensor:
     """Plain PyTorch for `low_rank_argmax`: keys [batch] int64."""
     scores = low_rank_scores(base, weight, latent)
     ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
@@ -35,7 +48,12 @@ def low_rank_argmax_reference(base: Tensor, weight: Tensor, latent: Tensor, firs
 
 
 def low_rank_sample_reference(
-    base: Tensor, weight: Tensor, latent: Tensor, noise: Tensor, temperature: Tensor, first_id: int = 0
+    base: Tensor,
+    weight: Tensor | None,
+    latent: Tensor | None,
+    noise: Tensor,
+    temperature: Tensor,
+    first_id: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch for `low_rank_sample`: (keys [batch] int64, scores [batch, V] fp32); noise [batch, V] as from
     `noise.gumbel_noise`."""
@@ -202,6 +220,10 @@ def low_rank_argmax(
     first, so that alternating calls find in the cache what the call before read last. overlap: begin before the
     kernel before this one has ended (`device.overlapping`).
     """
+    if not uses_kernels(base):
+        found = low_rank_argmax_reference(base, weight, latents_of(latent, previous), first_id)
+        keys.copy_(torch.maximum(keys, found))
+        return
     _scan(base, weight, latent, keys, previous, first_id, reverse, overlap, tiling, None)
 
 
@@ -226,6 +248,13 @@ def low_rank_sample(
     [batch] int64 in [0, 2^32), which with `draw` number the noise as `noise.gumbel_noise` does. scores [batch, V] fp32,
     rows contiguous. The other arguments as for `low_rank_argmax`.
     """
+    if not uses_kernels(base):
+        noise = gumbel_noise(seeds, positions, draw, base.shape[1], first_id)
+        latent = latents_of(latent, previous)
+        found, written = low_rank_sample_reference(base, weight, latent, noise, temperature, first_id)
+        scores.copy_(written)
+        keys.copy_(torch.maximum(keys, found))
+        return
     sampling = (scores, temperature, seeds, positions, draw)
     _scan(base, weight, latent, keys, previous, first_id, False, True, tiling, sampling)
 

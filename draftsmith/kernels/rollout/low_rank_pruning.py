@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.base.rounding import round_up
-from draftsmith.kernels.device import cache_bytes, overlapping, shared_memory
-from draftsmith.kernels.rollout.low_rank_argmax import check_operands, low_rank_scores, padded_rank, tile_rows
+from draftsmith.kernels.device import cache_bytes, overlapping, shared_memory, uses_kernels
+from draftsmith.kernels.rollout.low_rank_argmax import (
+    check_operands,
+    latents_of,
+    low_rank_scores,
+    padded_rank,
+    tile_rows,
+)
 from draftsmith.kernels.rollout.row_bounds import DIRECTIONS, UNDERFLOW, RowBounds, share_beside, slack, upper_bounds
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import (
@@ -154,6 +160,8 @@ def _firsts_kernel(tops_ptr, firsts_ptr, groups, FIRSTS: tl.constexpr, BLOCK: tl
 
 def leaders(base: Tensor) -> Leaders:
     """The best tokens by base logits alone: base [n, V], rows contiguous, not NaN -> for every row."""
+    if not uses_kernels(base):
+        return leaders_reference(base)
     rows, vocab = base.shape
     groups = triton.cdiv(vocab, GROUP)
     ids = torch.empty(rows, groups * LEADERS, dtype=torch.int32, device=base.device)
@@ -280,6 +288,12 @@ def pruned_low_rank_argmax(
     has ended: they must have been made before the chain of launches began, whose first has overlap=False. The other
     arguments as for `low_rank_argmax`.
     """
+    if not uses_kernels(base):
+        latents = latents_of(latent, previous)
+        assert latents is not None
+        found = pruned_low_rank_argmax_reference(base, weight, latents, bounds, leaders.firsts, first_id)
+        keys.copy_(torch.maximum(keys, found))
+        return
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
     rank = weight.shape[1]

@@ -14,10 +14,10 @@ s' and multiplies it with W1_s, for the latent, and with W_h, for the next step.
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping
+from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.rollout.input_gates import check_keys, tile_depth
 from draftsmith.kernels.triton import tl, triton
-from draftsmith.kernels.vocabulary.keys import key_ids_in_kernel
+from draftsmith.kernels.vocabulary.keys import key_ids, key_ids_in_kernel
 
 MAX_WIDTH = 8192
 """The widest G that the kernel holds."""
@@ -28,9 +28,18 @@ FEW_ROWS = 2
 
 
 def advance_reference(
-    gates_i: Tensor, gates_h: Tensor, state: Tensor, from_hidden: Tensor, weight_state: Tensor, weight_hh: Tensor
+    gates_i: Tensor,
+    gates_h: Tensor,
+    state: Tensor,
+    from_hidden: Tensor,
+    weight_state: Tensor,
+    weight_hh: Tensor,
+    *,
+    previous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch for `advance`, in fp32 from the inputs as they are: (state, latent, gates of the state)."""
+    if previous is not None:
+        gates_i = gates_i[key_ids(previous)][None]
     (ri, zi, ni), (rh, zh, nh) = gates_i.float().sum(0).chunk(3, -1), gates_h.chunk(3, -1)
     r, z = torch.sigmoid(ri + rh), torch.sigmoid(zi + zh)
     n = torch.tanh(ni + r * nh)
@@ -223,6 +232,8 @@ def advance(
     contiguous, any float dtype: W1_h h. weight_state W1_s [E, G], rows contiguous; weight_hh [3G, G]. Weights, states
     and the latent are of one dtype; what is not said otherwise is contiguous.
     """
+    if not uses_kernels(state):
+        return advance_reference(gates_i, gates_h, state, from_hidden, weight_state, weight_hh, previous=previous)
     batch, width = state.shape
     rank = weight_state.shape[0]
     _check_advance(gates_i, gates_h, state, from_hidden, weight_state, weight_hh, previous)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.device import overlapping, stages_that_fit
+from draftsmith.kernels.device import overlapping, stages_that_fit, uses_kernels
 from draftsmith.kernels.triton import tl, triton
 
 MAX_STATES = 64
@@ -86,6 +86,8 @@ def few_states_logits(states: Tensor, head: Tensor, *, tiling: Tiling | None = N
     Nearly as fast as reading the head for up to `MAX_STATES` states. Raises `ValueError` for shapes or dtypes that do
     not fit.
     """
+    if not uses_kernels(states):
+        return few_states_reference(states, head)
     vocabulary, inner = head.shape
     fits = states.shape[-1] == inner and states.dtype == head.dtype and head.stride(1) == 1
     if not fits or not states.is_contiguous():
@@ -104,3 +106,10 @@ def few_states_logits(states: Tensor, head: Tensor, *, tiling: Tiling | None = N
         EVEN=inner % block_k == 0, num_warps=tiling.warps, num_stages=stages, **overlapping(head.device),
     )  # fmt: skip
     return out
+
+
+def head_logits(states: Tensor, head: Tensor) -> Tensor:
+    """`few_states_logits` for up to `MAX_STATES` states of 16 bits, else the general product; arguments as there."""
+    if states.shape[:-1].numel() <= MAX_STATES and head.element_size() == 2:
+        return few_states_logits(states, head)
+    return torch.nn.functional.linear(states, head)
