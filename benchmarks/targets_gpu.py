@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="+", choices=SHAPES)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--context", type=int, default=900, help="a step graph reads up to the next power of two")
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--fuse", choices=("on", "off"), default="off")
     parser.add_argument("--kernels", type=int, default=0, help="kernels of a profile to print")
