@@ -45,7 +45,7 @@ from accelerate import PartialState
 from device_timing import kernel_table
 from two_gpus_capture import capture_part
 from two_gpus_rollouts import rollout_part
-from two_gpus_shapes import COUNT, RANK, Call, draft_section, first_alone, outline_of
+from two_gpus_shapes import COUNT, RANK, Call, draft_section, first_alone, target_of
 
 from draftsmith.base.progress import Stage
 from draftsmith.drafts.draft import Draft
@@ -56,7 +56,8 @@ from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, finish_store
 from draftsmith.parallel.ranks import local_rank
-from draftsmith.run.outline import TargetOutline
+from draftsmith.targets.ends import TargetEnds, TargetOutline
+from draftsmith.targets.info import TargetInfo
 from draftsmith.training.loop import Loop
 from draftsmith.training.options import TrackOptions, TrainOptions
 from draftsmith.training.run import train
@@ -69,21 +70,21 @@ STOP_AFTER = 7  # the step that runs when the signal comes is the last one
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def feature_store(call: Call, name: str, outline: TargetOutline) -> Store:
+def feature_store(call: Call, name: str, info: TargetInfo, ends: TargetEnds) -> Store:
     """Random features of two steps' documents, as the method that reads most of them needs; written once, also where
     several calls want them at a time."""
     call.into.mkdir(parents=True, exist_ok=True)
     with (call.into / f"features-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _feature_store(call, name, outline)
+        return _feature_store(call, name, info, ends)
 
 
-def _feature_store(call: Call, name: str, outline: TargetOutline) -> Store:
+def _feature_store(call: Call, name: str, info: TargetInfo, ends: TargetEnds) -> Store:
     shape, directory = call.shape(name), call.into / f"features-{name}"
     if (directory / "manifest.json").exists():
         return Store.open(directory)
     layout = CaptureLayout(shape.taps, shape.hidden, final_state=True)
-    identity = target_identity("random", None, outline.text_config, outline.ends.head_weight)
+    identity = target_identity("random", None, info.text_config, ends.head_weight)
     with StoreWriter(directory, StoreHeader.for_layout(layout, identity, None)) as writer:
         for number in range(2 * call.rows * shape.documents):
             generator = torch.Generator(call.device).manual_seed(number)
@@ -144,14 +145,14 @@ def drawn_on(device: str) -> Any:
 def training(call: Call, name: str, method_name: str, kind: Any, run_dir: Path, progress: StopAfter | None) -> Any:
     """`draftsmith.training.run.train` on random features; with a progress, it goes on with a run."""
     shape = call.shape(name)
-    outline = outline_of(shape, call.device)
+    info, ends = target_of(shape, call.device)
     with first_alone() as first:
         if first:
-            feature_store(call, name, outline)
+            feature_store(call, name, info, ends)
     with drawn_on(call.device):
         return train(
             section=draft_section(call, shape, method_name),
-            target=outline,
+            target=TargetOutline(info, ends),
             source=StoreSource(Store.open(call.into / f"features-{name}")),
             run_dir=run_dir,
             options=TrainOptions(

@@ -63,7 +63,7 @@ def models(call: Call, shape: Shape, method: str, dtype: torch.dtype) -> tuple[T
     fields = {"num_hidden_layers": 1, "target_layer_ids": (0, 2)} | ({} if call.tiny else FIELDS[method])
     section = draft_section(call, shape, method, **fields)
     with torch.device("meta"):
-        draft = Draft(draft_config(section, target))
+        draft = Draft(draft_config(section, target.info))
     draft = draft.to_empty(device=call.device).to(dtype).eval().requires_grad_(False)
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else parameter.fill_(1)

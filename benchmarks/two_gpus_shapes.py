@@ -13,9 +13,9 @@ from transformers import PretrainedConfig, Qwen3Config
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.parallel.ranks import process_count, process_rank
-from draftsmith.run.outline import TargetOutline
 from draftsmith.run.recipe import parse_recipe
 from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.info import TargetInfo
 
 RANK, COUNT = process_rank(), process_count()
 
@@ -100,11 +100,11 @@ def draft_section(call: Call, shape: Shape, name: str, **fields: Any) -> DraftSe
     return parse_recipe({"run": "run", "target": {"path": "random"}, "draft": given | head | fields}).draft
 
 
-def outline_of(shape: Shape, device: str) -> TargetOutline:
+def target_of(shape: Shape, device: str) -> tuple[TargetInfo, TargetEnds]:
     """Configuration and random ends: the same in every process, and in every call on the same kind of device."""
     generator = torch.Generator(device).manual_seed(1)
     size = (shape.vocabulary, shape.hidden)
     embedding, head = (
         torch.empty(size, device=device, dtype=torch.bfloat16).normal_(std=0.02, generator=generator) for _ in range(2)
     )
-    return TargetOutline(shape.text_config(), TargetEnds(embedding, head), None, "random", None)
+    return TargetInfo(shape.text_config(), "random"), TargetEnds(embedding, head)

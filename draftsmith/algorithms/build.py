@@ -1,29 +1,19 @@
 """The configuration of the draft that a recipe asks for, complete and explicit before anything is allocated."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
-from draftsmith.drafts.config import FIELDS, DraftConfig, TargetSizes
+from draftsmith.drafts.config import FIELDS, DraftConfig
 from draftsmith.drafts.fields import Origin
 from draftsmith.drafts.rope_config import ROPE_TYPES
 from draftsmith.drafts.shapes import BlockShape
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.taps import default_tap_ids
 
 
-class TargetFacts(TargetSizes, Protocol):
-    """What a draft's configuration needs to know of its target (a loaded `Target`, or its configuration alone)."""
-
-    @property
-    def text_config(self) -> Any: ...  # the Hugging Face text configuration
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def embedding_scale(self) -> float | None: ...  # what the target multiplies embeddings with (Gemma)
-
-
-def draft_config(section: DraftSection, target: TargetFacts, checkpoint: DraftConfig | None = None) -> DraftConfig:
+def draft_config(section: DraftSection, target: TargetInfo, checkpoint: DraftConfig | None = None) -> DraftConfig:
     """The draft that `section` describes, for `target`.
 
     What the section leaves out comes from `checkpoint`, the configuration of the draft at `section.init_from`
@@ -75,7 +65,7 @@ def copied_fields(section: DraftSection, checkpoint: DraftConfig) -> dict[str, A
     return {name: value for name, value in copied.items() if value is not None}
 
 
-def _fresh(section: DraftSection, target: TargetFacts) -> dict[str, Any]:
+def _fresh(section: DraftSection, target: TargetInfo) -> dict[str, Any]:
     """Defaults for a draft that starts from nothing."""
     head = algorithm(section.algorithm).head
     for name, field in FIELDS.items():
@@ -85,12 +75,11 @@ def _fresh(section: DraftSection, target: TargetFacts) -> dict[str, Any]:
             raise DraftsmithError(f"draft.{name} is missing and has no default; set it to {field.note.needed}")
     text = target.text_config
     layers = int(section.value("num_hidden_layers"))
-    heads = text.num_attention_heads
     return {
         "hidden_act": "silu",
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or target.hidden_size // heads,
+        "num_attention_heads": target.heads,
+        "num_key_value_heads": target.kv_heads,
+        "head_dim": target.head_dim,
         "intermediate_size": text.intermediate_size,
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": target.max_position_embeddings,

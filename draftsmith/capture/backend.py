@@ -18,14 +18,3 @@ class CaptureBackend(Protocol):
     def close(self) -> None:
         """Let go of what the backend holds beside the target: an engine, connections."""
         ...
-
-
-class CaptureTarget(Protocol):
-    """What a capture needs to know of a target: a loaded `Target`, or its outline where an engine runs it."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...

@@ -4,31 +4,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from draftsmith.capture.backend import CaptureBackend
 from draftsmith.capture.check import check_engine
 from draftsmith.capture.hf import HfBackend
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.data.sample import Sample
 from draftsmith.features.schema import CaptureLayout
+from draftsmith.targets.final_norm import load_final_norm
+from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.servers import architecture_of
 from draftsmith.targets.target import Target
 
 
 @dataclass(frozen=True)
 class BackendKind:
-    """loads_target: whether it runs the loaded `Target` (else it needs its outline only, and runs the model itself).
+    """loads_target: whether it runs the loaded `Target` (else a `TargetInfo` will do, and it runs the model itself).
 
     longest: the most tokens of a document that it takes, known before it is made; raises `DraftsmithError` where it
-    cannot capture this target, or these layers. make: the backend of a target (or outline) for a layout.
+    cannot capture this target, or these layers. make: the backend of a target for a layout.
     """
 
     loads_target: bool
-    longest: Callable[[Any, CaptureLayout, CaptureOptions], int]
-    make: Callable[[Any, CaptureLayout, CaptureOptions], CaptureBackend]
+    longest: Callable[[Target | TargetInfo, CaptureLayout, CaptureOptions], int]
+    make: Callable[[Target | TargetInfo, CaptureLayout, CaptureOptions], CaptureBackend]
 
 
 def check_backend(
-    backend: CaptureBackend, target: Any, layout: CaptureLayout, options: CaptureOptions, samples: Sequence[Sample]
+    backend: CaptureBackend,
+    target: Target | TargetInfo,
+    layout: CaptureLayout,
+    options: CaptureOptions,
+    samples: Sequence[Sample],
 ) -> None:
     """Compare the backend's features of the first `options.check_samples` samples with the target's own, unless it is
     the target itself. Raises `DraftsmithError` where they are others."""
@@ -37,56 +46,69 @@ def check_backend(
 
     def reference(wide: CaptureLayout) -> CaptureBackend:
         # The GPU may be full of the engine.
-        loading = target.loading().model_copy(update={"device": "cpu", "fuse": "off"})
+        loading = _info(target).loading().model_copy(update={"device": "cpu", "fuse": "off"})
         return HfBackend(Target.load(**loading.model_dump()), wide)
 
     check_engine(backend, reference, layout, target.num_layers, samples[: options.check_samples])
 
 
-def _longest_of_target(target: Any, layout: CaptureLayout, options: CaptureOptions) -> int:
-    return int(target.max_position_embeddings)
+def _info(target: Target | TargetInfo) -> TargetInfo:
+    return target.info if isinstance(target, Target) else target
 
 
-def _hf(target: Any, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:
+def _longest_of_target(target: Target | TargetInfo, layout: CaptureLayout, options: CaptureOptions) -> int:
+    return target.max_position_embeddings
+
+
+def _hf(target: Target | TargetInfo, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:
+    assert isinstance(target, Target)  # `loads_target`
     return HfBackend(target, layout)
 
 
-def _longest_of_sglang(target: Any, layout: CaptureLayout, options: CaptureOptions) -> int:
+def _longest_of_sglang(target: Target | TargetInfo, layout: CaptureLayout, options: CaptureOptions) -> int:
     from draftsmith.capture.sglang import RESERVED_POSITIONS, check_capture
 
     check_capture(layout, target.num_layers, architecture_of(target.text_config), options.sglang)
-    return int(target.max_position_embeddings) - RESERVED_POSITIONS
+    return target.max_position_embeddings - RESERVED_POSITIONS
 
 
-def _sglang(target: Any, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:
+def _sglang(target: Target | TargetInfo, layout: CaptureLayout, options: CaptureOptions) -> CaptureBackend:
     from draftsmith.capture.sglang import SglangBackend, check_version
 
     check_version()
-    return SglangBackend(target.loading(), target.ends.embedding_weight.dtype, layout, options.sglang)
+    info = _info(target)
+    return SglangBackend(info.loading(), info.loaded_dtype(), layout, options.sglang)
 
 
-def _longest_of_vllm(target: Any, layout: CaptureLayout, options: CaptureOptions) -> int:
+def _longest_of_vllm(target: Target | TargetInfo, layout: CaptureLayout, options: CaptureOptions) -> int:
     backend = _vllm(target, layout, options)
     try:
         window = backend.longest()
     finally:
         backend.close()
-    longest = int(target.max_position_embeddings)
+    longest = target.max_position_embeddings
     return longest if window is None else min(longest, window)
 
 
-def _vllm(target: Any, layout: CaptureLayout, options: CaptureOptions) -> Any:
+def _vllm(target: Target | TargetInfo, layout: CaptureLayout, options: CaptureOptions) -> Any:
     from draftsmith.capture.vllm import VllmBackend
 
+    info = _info(target)
+    options_of_target = info.loading()
     return VllmBackend(
-        target.loading(),
-        target.num_layers,
-        target.ends.embedding_weight.dtype,
+        options_of_target,
+        info.num_layers,
+        info.loaded_dtype(),
         layout,
         options.vllm,
-        norm=target.final_norm() if layout.final_state else None,
-        architecture=architecture_of(target.text_config),
+        norm=_final_norm(options_of_target) if layout.final_state else None,
+        architecture=architecture_of(info.text_config),
     )
+
+
+def _final_norm(target: TargetOptions) -> nn.Module:
+    """On the CPU, in the dtype of the options."""
+    return load_final_norm(**target.model_dump(exclude={"fuse", "device"}))
 
 
 BACKENDS: dict[str, BackendKind] = {

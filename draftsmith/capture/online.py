@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.capture.backend import CaptureTarget
 from draftsmith.capture.backends import BACKENDS, check_backend
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.plan import estimate_size, finished_samples, plan_batches
@@ -24,6 +23,8 @@ from draftsmith.features.reader import Store
 from draftsmith.features.record import Record
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store
+from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.target import Target
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class OnlineFeatures:
 
     def __init__(
         self,
-        target: CaptureTarget,
+        target: Target | TargetInfo,
         samples: Sequence[Sample],
         layout: CaptureLayout,
         options: CaptureOptions,

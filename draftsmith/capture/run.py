@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from draftsmith.base.progress import Progress, SilentProgress
-from draftsmith.capture.backend import CaptureTarget
 from draftsmith.capture.backends import BACKENDS, check_backend
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.pipeline import computed_batches, store_all
@@ -34,12 +33,14 @@ from draftsmith.features.manifest import STORE_DTYPES, StoreHeader
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.features.shards import StoreWriter, claimed_by, finish_store, sole_writer
 from draftsmith.parallel.processes import Processes, launched_processes
+from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.target import Target
 
 _log = logging.getLogger(__name__)
 
 
 def capture(
-    target: CaptureTarget,
+    target: Target | TargetInfo,
     samples: Sequence[Sample],
     layout: CaptureLayout,
     directory: Path | str,
@@ -49,7 +50,7 @@ def capture(
 ) -> CaptureReport:
     """Run `target` over `samples` and keep the features that `layout` names (in `options.dtype`) as a store.
 
-    `target` is a loaded `Target`, or the outline of one for a backend that runs the model elsewhere.
+    `target` is a loaded `Target`, or what is known of one for a backend that runs the model elsewhere.
 
     A directory that an earlier, interrupted capture of the same samples left is gone on with: what is finished there is
     not computed again. Where a launcher has started several processes, each calls this with the same samples, computes
@@ -110,7 +111,7 @@ def capture(
 
 
 def _compute_share(
-    target: CaptureTarget,
+    target: Target | TargetInfo,
     accepted: Sequence[Sample],
     finished: set[str],
     header: StoreHeader,

@@ -346,7 +346,7 @@ class Engine:
         return Stepper(self.target, method.drafter(draft, self.target.ends, decoding))
 
     def _check(self, draft: Draft) -> None:
-        check_against_target(draft.config, self.target)
+        check_against_target(draft.config, self.target.info)
         if self.options.verify_width is not None:
             raise DraftsmithError(
                 f"verify_width is {self.options.verify_width}, but with a draft the width follows from the proposals; "

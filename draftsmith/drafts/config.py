@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationInfo, model_validator
@@ -24,6 +24,9 @@ from draftsmith.drafts.shapes import FLAT_NAMES, BlockShape, VocabularyShape
 from draftsmith.layouts.attention_fields import FULL, SLIDING, is_causal
 from draftsmith.layouts.spelling import Place
 from draftsmith.targets.taps import tap_fault
+
+if TYPE_CHECKING:
+    from draftsmith.targets.info import TargetInfo
 
 
 def _sequence(value: Any, info: ValidationInfo) -> Any:
@@ -351,18 +354,7 @@ def _flattened(fields: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-class TargetSizes(Protocol):
-    """What a draft has to agree with; `Target` has these attributes."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def check_against_target(config: DraftConfig, target: TargetSizes) -> None:
+def check_against_target(config: DraftConfig, target: "TargetInfo") -> None:
     """Refuses a draft that cannot work with this target.
 
     Raises `DraftConfigError` with one line per fault. `vocab_size` counts rows of the output head: a padded

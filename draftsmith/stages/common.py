@@ -1,6 +1,7 @@
 """What the stages of a run have in common: its recipe, its target, and when a stage need not run again."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance
 from draftsmith.parallel.ranks import local_rank, process_count
 from draftsmith.regenerate import RegenerateOptions
-from draftsmith.run.outline import TargetOutline, provenance
+from draftsmith.run.provenance import provenance
 from draftsmith.run.recipe import Recipe
 from draftsmith.run.stamps import Stamps
+from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.load import load_tokenizer
+from draftsmith.targets.location import locate
 from draftsmith.targets.target import Target
 
 _NEVER: dict[str, frozenset[str]] = {
@@ -50,7 +55,6 @@ class Stages:
         self.progress = progress
         self.say = say
         self.stamps = Stamps(recipe.run, redo=redo, without_effect=WITHOUT_EFFECT)
-        self._outline_alone: TargetOutline | None = None
 
     @cached_property
     def target(self) -> Target:
@@ -60,23 +64,41 @@ class Stages:
             target = Target.load(**options.model_dump())
             stage.advance()
         if target.tokenizer is None:
-            raise DraftsmithError(
-                f"the target {options.path} has no tokenizer beside its weights; put the model's tokenizer files there"
-            )
+            raise no_tokenizer(options.path)
         return target
 
-    def _outline(self) -> TargetOutline:
-        """The target's facts and ends: of the loaded target where there is one, else read alone."""
+    @property
+    def _info(self) -> TargetInfo:
+        """What the target's configuration says: of the loaded target where there is one, else read alone."""
         if "target" in vars(self):
-            return TargetOutline.of(self.target, self.recipe.target)
-        if self._outline_alone is None:
-            self._outline_alone = TargetOutline.load(self.recipe.target)
-        return self._outline_alone
+            return replace(self.target.info, options=self.recipe.target)
+        return self._info_alone
+
+    @cached_property
+    def _info_alone(self) -> TargetInfo:
+        return TargetInfo.load(self.recipe.target)
+
+    @property
+    def _ends(self) -> TargetEnds:
+        """The target's embedding and output head: of the loaded target where there is one, else read alone."""
+        return self.target.ends if "target" in vars(self) else self._ends_alone
+
+    @cached_property
+    def _ends_alone(self) -> TargetEnds:
+        return TargetEnds.load(**self.recipe.target.model_dump(exclude={"fuse"}))  # the ends have no layers to fuse
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The target's tokenizer, None for a target that has none."""
+        options = self.recipe.target
+        if "target" in vars(self):
+            return self.target.tokenizer
+        where = locate(options.path)
+        return load_tokenizer(where, revision=options.revision, trust_remote_code=options.trust_remote_code)
 
     def _provenance(self) -> Provenance:
         """Who makes, or made, the features."""
-        outline = self._outline()
-        return provenance(outline, outline.tokenizer, self.recipe.data)
+        return provenance(self._info, self._ends, self._tokenizer, self.recipe.data)
 
     def _settings(self, stage: str, *sections: str) -> dict[str, Any]:
         """The recipe's sections as settings of `stage`: what its output depends on."""
@@ -110,6 +132,13 @@ class Stages:
             self.stamps.forget(stage, [output])
         if not self.stamps.perform(stage, settings, [output, *parts], work, **options):
             self.say(f"{stage}: done already with these settings ({output})")
+
+
+def no_tokenizer(path: str) -> DraftsmithError:
+    """What to raise where a target's tokenizer is needed and missing."""
+    return DraftsmithError(
+        f"the target {path} has no tokenizer beside its weights; put the model's tokenizer files there"
+    )
 
 
 def use_own_device() -> None:

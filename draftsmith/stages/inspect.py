@@ -29,7 +29,7 @@ from draftsmith.features.reader import Store
 from draftsmith.features.verify import verify_store
 from draftsmith.run.recipe import Recipe, RunDirectory
 from draftsmith.run.stamps import STAGES
-from draftsmith.targets.description import TargetDescription
+from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.location import locate
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE, read_record
@@ -243,7 +243,7 @@ def recipe_draft(recipe: Recipe) -> DraftConfig:
     """The configuration of the draft that a recipe describes, from its target's configuration alone."""
     source = recipe.draft.init_from
     checkpoint = None if source is None else read_warm_start(source).config
-    return draft_config(recipe.draft, TargetDescription.load(recipe.target), checkpoint)
+    return draft_config(recipe.draft, TargetInfo.load(recipe.target), checkpoint)
 
 
 def comparison(first: Path, second: Path, first_draft: str | None, second_draft: str | None) -> RenderableType:

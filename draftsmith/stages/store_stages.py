@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.base.files import file_sha256
@@ -18,7 +20,8 @@ from draftsmith.data.tokenize import tokenize_all
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE, StoreError, read_manifest
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.stages.common import Stages, one_process, use_own_device
+from draftsmith.stages.common import Stages, no_tokenizer, one_process, use_own_device
+from draftsmith.targets.final_norm import load_final_norm
 from draftsmith.training.warm_start import read_warm_start
 
 
@@ -35,7 +38,7 @@ class StoreStages(Stages):
 
         def work() -> None:
             use_own_device()
-            target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
+            target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._info
             layout = self._capture_layout()
             samples = self._samples(conversations)
             report = capture(target, samples, layout, directory, recipe.capture, self._provenance(), self.progress)
@@ -51,12 +54,11 @@ class StoreStages(Stages):
         conversations = read_conversations(self._conversations_file())
 
         def work() -> bool:
-            outline = self._outline()
             report = remask(
                 directory,
                 self._samples(conversations),
                 self._provenance(),
-                max_length=outline.max_position_embeddings,
+                max_length=self._info.max_position_embeddings,
                 max_refused_share=recipe.capture.max_refused_share,
             )
             for line in report.lines():
@@ -73,7 +75,7 @@ class StoreStages(Stages):
         def work() -> None:
             if files.check_samples:
                 _ = self.target
-            outline, layout = self._outline(), self._capture_layout()
+            layout = self._capture_layout()
             samples: list[Sample] = []
             if recipe.data.conversations is not None:
                 samples = self._samples(read_conversations(recipe.data.conversations))
@@ -84,9 +86,9 @@ class StoreStages(Stages):
                 directory,
                 recipe.capture,
                 self._provenance(),
-                max_length=outline.max_position_embeddings,
+                max_length=self._info.max_position_embeddings,
                 samples=samples,
-                norm=outline.final_norm() if pre_norm else None,
+                norm=self._final_norm() if pre_norm else None,
                 check=HfBackend(self.target, layout) if files.check_samples else None,
                 progress=self.progress,
             )
@@ -102,15 +104,15 @@ class StoreStages(Stages):
 
     def _samples(self, conversations: Iterable[Conversation]) -> list[Sample]:
         """Conversations, tokenised. Raises `DraftsmithError` for a target without tokenizer, and as `tokenize_all`."""
-        outline = self._outline()
-        if outline.tokenizer is None:
-            raise DraftsmithError(
-                f"the target {outline.source} has no tokenizer beside its weights; put the model's tokenizer files "
-                "there"
-            )
-        samples, tokenized = tokenize_all(conversations, outline.tokenizer, self.recipe.data)
+        if self._tokenizer is None:
+            raise no_tokenizer(self.recipe.target.path)
+        samples, tokenized = tokenize_all(conversations, self._tokenizer, self.recipe.data)
         self.say(f"conversations: {tokenized.line()}")
         return samples
+
+    def _final_norm(self) -> nn.Module:
+        """The target's final norm on the CPU, in the dtype that its options name; reads no other weights."""
+        return load_final_norm(**self.recipe.target.model_dump(exclude={"fuse", "device"}))
 
     def _files(self, fresh: bool) -> list[Path]:
         """The files that make the store a whole one; where one is missing, capture goes on."""
@@ -156,7 +158,7 @@ class StoreStages(Stages):
         """The features that training this recipe's draft needs."""
         section = self.recipe.draft
         warm = read_warm_start(section.init_from) if section.init_from else None
-        config = draft_config(section, self._outline(), warm.config if warm else None)
+        config = draft_config(section, self._info, warm.config if warm else None)
         if warm is not None:
             warm.check(config)  # rather before hours of capture than after them
         return algorithm(section.algorithm).capture(config)

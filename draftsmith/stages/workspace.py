@@ -43,7 +43,7 @@ from draftsmith.run.stamps import Stamps
 from draftsmith.stages.common import one_process, use_own_device
 from draftsmith.stages.evaluate import by_generating
 from draftsmith.stages.store_stages import StoreStages
-from draftsmith.targets.description import TargetDescription
+from draftsmith.targets.ends import TargetOutline
 from draftsmith.targets.options import TargetOptions
 from draftsmith.training.checkpoint import RunCheckpoints
 from draftsmith.training.hooks import Hooks
@@ -121,13 +121,13 @@ class Workspace(StoreStages):
             source = StoreSource(store) if store is not None else self._online_features()
             busy = source.busy if isinstance(source, OnlineFeatures) else None
             evaluate = self._evaluation_by_generating(busy) if recipe.train.eval_prompts else None
-            outline, origin = self._outline(), self._provenance()
+            origin = self._provenance()
             unfinished = RunCheckpoints(directory / CHECKPOINTS).latest() is not None
             # Features that were computed are good whatever ends the training.
             with closing(source) if isinstance(source, OnlineFeatures) else nullcontext():
                 result = train(
                     recipe.draft,
-                    outline,
+                    TargetOutline(self._info, self._ends),
                     source,
                     directory,
                     recipe.train,
@@ -156,7 +156,7 @@ class Workspace(StoreStages):
         `DraftsmithError` where `train` would, after everything has been said.
         """
         recipe = self.recipe
-        start = find_start(recipe.draft, TargetDescription.load(recipe.target), recipe.training, resume=resume)
+        start = find_start(recipe.draft, self._info, recipe.training, resume=resume)
         for line in start.lines():
             self.say(f"train: {line}")
         for line in start.warnings():
@@ -288,8 +288,8 @@ class Workspace(StoreStages):
                 f"train.online.cache is {cache!r} with {process_count()} processes, and one process fills a cache; "
                 "leave it out, or run `draftsmith capture` and train with train.features=store"
             )
-        # Loaded only where it runs in this process; an outline asked for before would load its ends a second time.
-        target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._outline()
+        # Loaded only where it runs in this process, and first: its ends would else be read a second time.
+        target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._info
         samples = self._samples(read_conversations(self._conversations_file()))
         layout, origin = self._capture_layout(), self._provenance()
         return OnlineFeatures(target, samples, layout, recipe.capture, origin, cache=cache)

@@ -1,34 +1,22 @@
 """The two ends of the target that a draft shares: token embeddings going in, output head coming out."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PretrainedConfig
 
 from draftsmith.base.devices import current, resolve_device
 from draftsmith.base.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax
-from draftsmith.targets.location import empty_model, locate, read_config
+from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.location import locate
+from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.tensors import TensorFiles
-
-# Configuration fields by which some models scale what goes in or comes out, outside their embedding and head modules.
-_SCALES = ("logit_scale", "logits_scaling", "embedding_multiplier", "scale_emb", "lm_head_multiplier")
-
-
-def check_no_other_scales(text_config: PretrainedConfig) -> None:
-    """Raise `DraftsmithError` if the model scales its embeddings or logits in a way `TargetEnds` does not compute."""
-    for name in _SCALES:
-        value = getattr(text_config, name, None)
-        if value is not None and value != 1.0:
-            raise DraftsmithError(
-                f"the target's model type {text_config.model_type!r} has {name} = {value}; draftsmith knows Gemma's "
-                "embedding scale and final_logit_softcapping, no other: this target is not supported"
-            )
 
 
 class TokenChoice(NamedTuple):
@@ -117,20 +105,24 @@ class TargetEnds(nn.Module):
         )
 
     @classmethod
-    def from_model(cls, model: Any, text_config: PretrainedConfig) -> "TargetEnds":
-        """The ends of a Hugging Face causal LM in memory; shares its tensors."""
-        check_no_other_scales(text_config)
+    def from_model(cls, model: Any, info: TargetInfo) -> "TargetEnds":
+        """The ends of a Hugging Face causal LM in memory, which `info` describes; shares its tensors."""
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is None:
             raise DraftsmithError(f"{type(model).__name__} has no output head; a causal language model is needed")
         if getattr(head, "bias", None) is not None:
             raise DraftsmithError(f"{type(model).__name__} has a bias on its output head; that is not supported")
-        return cls(
-            embedding.weight,
-            head.weight,
-            embedding_scale=embedding_scale(embedding),
-            softcap=getattr(text_config, "final_logit_softcapping", None),
-        )
+        return cls._of(info, embedding.weight, head.weight)
+
+    @classmethod
+    def _of(cls, info: TargetInfo, embedding: Tensor, head: Tensor) -> "TargetEnds":
+        wanted = (info.vocab_size, info.hidden_size)
+        if tuple(head.shape) != wanted:
+            raise DraftsmithError(
+                f"the output head of {info.source} is {tuple(head.shape)} and its configuration says {wanted} "
+                "(vocab_size, hidden_size); the configuration is another model's"
+            )
+        return cls(embedding, head, embedding_scale=info.embedding_scale, softcap=info.softcap)
 
     @classmethod
     def load(
@@ -148,47 +140,27 @@ class TargetEnds(nn.Module):
         not an `embed_tokens` and an `lm_head` (or a tied head), sizes other than the configuration's, or scales that
         draftsmith does not know.
         """
+        options = TargetOptions(path=str(path), revision=revision, trust_remote_code=trust_remote_code)
+        info = TargetInfo.load(options)
         location = locate(path)
-        config = read_config(location, revision, trust_remote_code)
-        text_config = config.get_text_config()
-        check_no_other_scales(text_config)
         files = TensorFiles(location, revision)
         embedding, head = files.read_one("embed_tokens.weight"), files.read_one("lm_head.weight")
         if files.has("lm_head.bias"):
             raise DraftsmithError(f"target {location.source} has a bias on its output head; that is not supported")
-        tied = config.tie_word_embeddings or text_config.tie_word_embeddings
-        if tied:  # one of the two may be left out of the files
+        if info.tied:  # one of the two may be left out of the files
             embedding, head = (head if embedding is None else embedding), (embedding if head is None else head)
         if embedding is None or head is None:
             raise DraftsmithError(
                 f"the weights of {location.source} lack {'embed_tokens' if embedding is None else 'lm_head'}.weight "
-                f"(tie_word_embeddings is {tied}); the checkpoint is incomplete or of an unsupported kind"
+                f"(tie_word_embeddings is {info.tied}); the checkpoint is incomplete or of an unsupported kind"
             )
-        wanted = (text_config.vocab_size, text_config.hidden_size)
-        if tuple(head.shape) != wanted:
-            raise DraftsmithError(
-                f"the output head of {location.source} is {tuple(head.shape)} and its configuration says {wanted} "
-                "(vocab_size, hidden_size); the configuration is another model's"
-            )
-        resolved = parse_dtype(dtype) or text_config.dtype or embedding.dtype
-        ends = cls(
-            embedding.to(resolved),
-            head.to(resolved),
-            embedding_scale=embedding_scale(empty_model(config, trust_remote_code).get_input_embeddings()),
-            softcap=getattr(text_config, "final_logit_softcapping", None),
-        )
-        return ends.to(resolve_device(device))
+        resolved = parse_dtype(dtype) or info.text_config.dtype or embedding.dtype
+        return cls._of(info, embedding.to(resolved), head.to(resolved)).to(resolve_device(device))
 
 
-def embedding_scale(embedding: nn.Module) -> float | None:
-    """What an embedding module multiplies its rows with: None for a plain one. Raises `DraftsmithError` for a module
-    that does something else."""
-    if type(embedding) is nn.Embedding:
-        return None
-    scale = getattr(embedding, "scalar_embed_scale", None)
-    if scale is None:
-        raise DraftsmithError(
-            f"the target embeds tokens with {type(embedding).__name__}; supported are torch's Embedding and the scaled "
-            "embeddings of the Gemma family"
-        )
-    return float(scale)
+@dataclass(frozen=True)
+class TargetOutline:
+    """A target without its layers: what its configuration says, and its two ends."""
+
+    info: TargetInfo
+    ends: TargetEnds

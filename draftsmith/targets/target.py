@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.base.devices import current, resolve_device
 from draftsmith.base.dtypes import parse_dtype
@@ -21,11 +19,13 @@ from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import Room, StaticCache, TargetCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.layers import LayerKind, known_kinds, layer_kinds
-from draftsmith.targets.location import Location, locate, read_config
+from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.layers import LayerKind, known_kinds
+from draftsmith.targets.load import load_model, load_tokenizer
+from draftsmith.targets.location import locate
 from draftsmith.targets.passes import CachedPass
 from draftsmith.targets.probe import check_ends
-from draftsmith.targets.rope import tell_window, text_window
+from draftsmith.targets.rope import tell_window
 from draftsmith.targets.taps import check_tap_ids, tap_layers
 
 if TYPE_CHECKING:
@@ -52,31 +52,22 @@ class TargetStates:
 class Target:
     """A Hugging Face causal language model, seen as draftsmith needs it: frozen, in evaluation mode.
 
-    model: the Hugging Face model; tokenizer: its tokenizer, or None; source, revision: where it came from (revision is
-    the hub commit, None for what is not from the hub); text_config: the language model's own configuration; ends: its
-    embedding and output head.
+    info: what its configuration says; ends: its embedding and output head; model: the Hugging Face model; tokenizer:
+    its tokenizer, or None.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, source: str, revision: str | None) -> None:
+    def __init__(self, info: TargetInfo, ends: TargetEnds, model: Any, tokenizer: Any = None) -> None:
+        """Raises `DraftsmithError` for a model that is not a decoder-only causal LM, or whose embeddings or logits are
+        not what `ends` compute (checked on a few tokens)."""
+        self.info = info
+        self.ends = ends
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.source = source
-        self.revision = revision
-        self.text_config = model.config.get_text_config()
         self._decoder = model.get_decoder()
-        layers = getattr(self._decoder, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or model.config.is_encoder_decoder:
-            raise DraftsmithError(
-                f"target {source} is a {type(model).__name__}; a decoder-only causal language model is needed "
-                "(Llama, Qwen, Mistral, Gemma and their like)"
-            )
-        self._layers = layers
+        self._layers = _decoder_layers(model, info.source)
         self._fused: FusedDecoder | None = None
-        self.max_position_embeddings = text_window(self.text_config)
-        """Positions that a text may have: the model's own, or fewer (`targets.rope`)."""
-        tell_window(source, self.text_config)
-        self.ends = TargetEnds.from_model(model, self.text_config)
-        check_ends(model, self._decoder, layers[0], self.ends)
+        tell_window(info.source, info.text_config)
+        check_ends(model, self._decoder, self._layers[0], ends)
 
     @classmethod
     def from_model(cls, hf_model: Any, tokenizer: Any = None) -> "Target":
@@ -85,7 +76,13 @@ class Target:
         Raises `DraftsmithError` for a model that is not a decoder-only causal LM, or whose embeddings or logits
         draftsmith cannot compute exactly (checked on a few tokens).
         """
-        return cls(hf_model, tokenizer, hf_model.config._name_or_path or "in memory", _commit(hf_model))
+        return cls._of(hf_model, tokenizer, hf_model.config._name_or_path or "in memory")
+
+    @classmethod
+    def _of(cls, model: Any, tokenizer: Any, source: str) -> "Target":
+        _decoder_layers(model, source)
+        info = TargetInfo.of_model(model, source)
+        return cls(info, TargetEnds.from_model(model, info), model, tokenizer)
 
     @classmethod
     def load(
@@ -111,25 +108,12 @@ class Target:
             raise DraftsmithError(f"fuse is {fuse!r}; allowed: {', '.join(map(repr, SWITCH_NAMES))}")
         location = locate(path)
         resolved_device, resolved_dtype = resolve_device(device), parse_dtype(dtype)
-        config = read_config(location, revision, trust_remote_code)
-        origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                location.name,
-                dtype=resolved_dtype or "auto",
-                device_map={"": resolved_device},
-                use_safetensors=True,
-                output_loading_info=True,
-                **origin,
-            )
-        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-            raise DraftsmithError(
-                f"cannot load target {location.source!r} ({config.model_type}) as a causal language model: {error}"
-            ) from error
-        model, info = loaded
-        _check_all_loaded(location, info)
-        tokenizer = AutoTokenizer.from_pretrained(location.name, **origin) if location.has_tokenizer else None
-        target = cls(model, tokenizer, location.source, _commit(model))
+        model = load_model(
+            location, dtype=resolved_dtype, device=resolved_device, revision=revision,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        tokenizer = load_tokenizer(location, revision=revision, trust_remote_code=trust_remote_code)
+        target = cls._of(model, tokenizer, location.source)
         if fuse == "on" or (fuse == "auto" and target._fuses_by_itself()):
             target.fuse()
         return target
@@ -173,24 +157,39 @@ class Target:
         )
 
     @property
+    def source(self) -> str:
+        """As in `TargetInfo`."""
+        return self.info.source
+
+    @property
+    def revision(self) -> str | None:
+        """As in `TargetInfo`."""
+        return self.info.revision
+
+    @property
+    def text_config(self) -> Any:
+        """As in `TargetInfo`."""
+        return self.info.text_config
+
+    @property
     def hidden_size(self) -> int:
         """H."""
-        return self.ends.hidden_size
+        return self.info.hidden_size
 
     @property
     def vocab_size(self) -> int:
         """V, the rows of the output head."""
-        return self.ends.vocab_size
+        return self.info.vocab_size
 
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self._layers)
+        return self.info.num_layers
 
     @property
-    def embedding_scale(self) -> float | None:
-        """What the model multiplies its embeddings with (Gemma), or None."""
-        return self.ends.embedding_scale
+    def max_position_embeddings(self) -> int:
+        """Positions that a text may have (`TargetInfo`)."""
+        return self.info.max_position_embeddings
 
     @property
     def device(self) -> torch.device:
@@ -259,8 +258,7 @@ class Target:
         return TargetStates(taps, last_hidden if final_state else None)
 
     def _layer_kinds(self) -> tuple[LayerKind, ...]:
-        names = layer_kinds(self.text_config, self.num_layers)
-        return known_kinds(names, self.source, self.text_config.model_type)
+        return known_kinds(self.info.layer_kinds, self.source, self.text_config.model_type)
 
     def _run_over_cache(
         self, input_ids: Tensor, run: CachedPass, tap_ids: Sequence[int]
@@ -284,16 +282,12 @@ class Target:
         return states, outputs
 
 
-def _check_all_loaded(location: Location, info: dict[str, Any]) -> None:
-    """A weight that the checkpoint lacks would stay random, with no more than a warning from transformers."""
-    missing = sorted(info["missing_keys"])
-    if missing:
+def _decoder_layers(model: Any, source: str) -> nn.ModuleList:
+    """The decoder's layers. Raises `DraftsmithError` for a model that is not a decoder-only causal LM."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or model.config.is_encoder_decoder:
         raise DraftsmithError(
-            f"the weights of target {location.source} lack {len(missing)} tensors, such as {', '.join(missing[:5])}; "
-            "the checkpoint is incomplete or its configuration is another model's"
+            f"target {source} is a {type(model).__name__}; a decoder-only causal language model is needed "
+            "(Llama, Qwen, Mistral, Gemma and their like)"
         )
-
-
-def _commit(model: Any) -> str | None:
-    """The hub commit that a model was loaded from; None for one that is not from the hub."""
-    return getattr(model.config, "_commit_hash", None)
+    return layers

@@ -11,7 +11,6 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration
 
 from draftsmith.algorithms.algorithm import DraftSection
-from draftsmith.algorithms.build import TargetFacts
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.trainee import Computation
 from draftsmith.base.devices import parse_device, resolve_device
@@ -22,6 +21,7 @@ from draftsmith.features.identity import Provenance
 from draftsmith.kernels.device import need_triton
 from draftsmith.parallel.ranks import process_count
 from draftsmith.targets.ends import TargetEnds
+from draftsmith.targets.info import TargetInfo
 from draftsmith.training.evaluation import Evaluation, split_documents
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loading import TrainingBatches
@@ -35,9 +35,12 @@ from draftsmith.training.tracking import wanted_trackers
 _log = logging.getLogger(__name__)
 
 
-class TrainingTarget(TargetFacts, Protocol):
-    """What training needs of the target: what a draft's configuration needs to know of it, and its two ends."""
+class TrainingTarget(Protocol):
+    """What training needs of the target: what its configuration says, and its two ends (a `Target`, or its
+    `TargetOutline`)."""
 
+    @property
+    def info(self) -> TargetInfo: ...
     @property
     def ends(self) -> TargetEnds: ...
 
@@ -126,7 +129,7 @@ def _find_start(
     resume: bool,
 ) -> Start:
     """Where the run starts, checked against these settings, and told in the log."""
-    start = find_start(section, target, run_dir, resume=resume)
+    start = find_start(section, target.info, run_dir, resume=resume)
     if resume and start.latest is None:
         _log.warning("%s holds no whole checkpoint to resume from; the run starts from the beginning", run_dir)
     asked = options.model_dump(mode="json")

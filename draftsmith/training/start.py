@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from draftsmith.algorithms.algorithm import DraftSection
-from draftsmith.algorithms.build import TargetFacts, copied_fields, draft_config
+from draftsmith.algorithms.build import copied_fields, draft_config
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.info import TargetInfo
 from draftsmith.training.checkpoint import Checkpoint, RunCheckpoints
 from draftsmith.training.record import CHECKPOINTS, RunRecord, read_record
 from draftsmith.training.warm_start import WarmStart, read_warm_start, shown
@@ -52,7 +53,7 @@ class Start:
             self.warm.check(self.config)
 
 
-def find_start(section: DraftSection, target: TargetFacts, run_dir: Path, *, resume: bool) -> Start:
+def find_start(section: DraftSection, target: TargetInfo, run_dir: Path, *, resume: bool) -> Start:
     """Looks at the run's checkpoints, the recipe's `draft` section and `init_from`, in this order.
 
     A run that goes on takes its configuration from its own record and reads nothing else. Raises `DraftsmithError` for

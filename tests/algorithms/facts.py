@@ -1,35 +1,12 @@
 """A target's configuration without the target."""
 
-from dataclasses import dataclass
-from typing import Any
-
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-
-@dataclass
-class Facts:
-    text_config: Any
-    embedding_scale: float | None = None
-
-    @property
-    def hidden_size(self) -> int:
-        return self.text_config.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.text_config.num_hidden_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.text_config.vocab_size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.text_config.max_position_embeddings
+from draftsmith.targets.info import TargetInfo
 
 
-def qwen3_8b() -> Facts:
-    return Facts(
+def qwen3_8b() -> TargetInfo:
+    return TargetInfo(
         Qwen3Config(
             vocab_size=151936,
             hidden_size=4096,
@@ -44,7 +21,7 @@ def qwen3_8b() -> Facts:
     )
 
 
-def llama() -> Facts:
+def llama() -> TargetInfo:
     scaled = {
         "rope_type": "llama3",
         "rope_theta": 500_000.0,
@@ -53,7 +30,7 @@ def llama() -> Facts:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    return Facts(
+    return TargetInfo(
         LlamaConfig(
             vocab_size=99,
             hidden_size=48,
@@ -67,8 +44,8 @@ def llama() -> Facts:
     )
 
 
-def gemma() -> Facts:
-    return Facts(
+def gemma() -> TargetInfo:
+    return TargetInfo(
         Gemma3TextConfig(
             vocab_size=99,
             hidden_size=48,

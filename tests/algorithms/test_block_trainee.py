@@ -39,7 +39,7 @@ def packed_rows(seed=0):
 
 def made(name):
     section = section_of(name, mask_token_id=MASK)
-    config = draft_config(section, counting_target())
+    config = draft_config(section, counting_target().info)
     return algorithm(name).examples(config, section), config
 
 

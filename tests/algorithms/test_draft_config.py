@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from draftsmith.algorithms.dta import DTASection
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.shapes import BlockShape
 from draftsmith.errors import DraftsmithError
-from tests.algorithms.facts import Facts, gemma, llama, qwen3_8b
+from draftsmith.targets.info import TargetInfo
+from tests.algorithms.facts import gemma, llama, qwen3_8b
 
 PUBLISHED: dict[str, Any] = {"mask_token_id": 151669, "block_size": 16, "num_hidden_layers": 5}
 SMALL: dict[str, Any] = {"mask_token_id": 98, "block_size": 7, "num_hidden_layers": 2}
@@ -124,15 +126,14 @@ def test_what_the_section_leaves_out_comes_from_the_checkpoint() -> None:
 
 
 def test_the_target_says_the_sizes_that_must_agree_with_it() -> None:
-    other: Facts = qwen3_8b()
+    other: TargetInfo = qwen3_8b()
     config = draft_config(DFlashSection(init_from="somewhere"), other, checkpoint())
     assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (4096, 151936, 36)
 
 
 def test_a_target_that_scales_its_embeddings_gives_the_draft_its_scale():
     section = DFlashSection(mask_token_id=5, block_size=4, num_hidden_layers=2)
-    scaled = gemma()
-    scaled.embedding_scale = 48**0.5
+    scaled = replace(gemma(), embedding_scale=48**0.5)
     assert draft_config(section, scaled).input_embedding_scale == 48**0.5
     assert draft_config(section, gemma()).input_embedding_scale == 1.0
 

@@ -46,7 +46,7 @@ def test_online_training_is_training_from_a_capture(
     target: Target, samples: list[Sample], method: str, tmp_path: Path
 ) -> None:
     section = section_of(method, mask_token_id=18, block_size=4)
-    layout = algorithm(method).capture(draft_config(section, target))
+    layout = algorithm(method).capture(draft_config(section, target.info))
     provenance = Provenance(identity_of(target), None)
     capture(target, samples, layout, tmp_path / "features", OPTIONS, provenance)
 

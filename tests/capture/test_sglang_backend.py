@@ -4,6 +4,7 @@ No SGLang runs here; `benchmarks/peers/sglang_capture.py` tries the real one.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import FINAL_STATE, TAPS, CaptureLayout
 from draftsmith.features.shards import finished_shards
 from draftsmith.features.tables import ShardTokens
-from draftsmith.run.outline import TargetOutline
+from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.options import TargetOptions
 from tests.support.tiny import tiny_model, tiny_target
 
@@ -90,13 +91,13 @@ def test_an_engine_that_is_killed_ends_the_capture_with_its_message_and_what_is_
     monkeypatch.setattr(backend_module, "check_version", lambda: None)
     monkeypatch.setattr(SglangBackend.__init__, "__kwdefaults__", {"start": recorded_sglang.start_and_die})
     samples = random_samples(LENGTHS)
-    outline = TargetOutline.load(TargetOptions(path=saved))
+    info = TargetInfo.load(TargetOptions(path=saved))
     sglang = SglangOptions(storage=tmp_path, timeout_seconds=60)
     options = CaptureOptions(
         backend="sglang", sglang=sglang, dtype="float32", tokens_per_batch=9, check_samples=0, max_refused_share=0.5
     )
     with pytest.raises(DraftsmithError, match=r"(?s)ended while prefilling 1 documents.*CUDA error: out of memory"):
-        capture(outline, samples, LAYOUT, tmp_path / "store", options, provenance(tiny_target()))
+        capture(info, samples, LAYOUT, tmp_path / "store", options, provenance(tiny_target()))
     (shard,) = finished_shards(tmp_path / "store")
     kept = ShardTokens.read(tmp_path / "store" / shard.entry.tokens_file.name)
     assert kept.sample_ids == [samples[1].id]  # the longest runs first; and this process was not killed
@@ -226,11 +227,11 @@ def test_what_sglang_cannot_capture_is_refused_before_an_engine_starts() -> None
     check_capture(ONE_TAP, 4, "Qwen2ForCausalLM", SglangOptions(capture_method="eagle3"))
     with pytest.raises(DraftsmithError, match=r"runs GemmaForCausalLM without.*use capture.backend=hf$"):
         check_capture(ONE_TAP, 4, "GemmaForCausalLM", SglangOptions())
-    outline = TargetOutline.of(tiny_target(), HUB)
+    info = replace(tiny_target().info, options=HUB)
     with pytest.raises(DraftsmithError, match="the target's last one"):
-        BACKENDS["sglang"].longest(outline, CaptureLayout((3,), 32, False), CaptureOptions(backend="sglang"))
-    longest = BACKENDS["sglang"].longest(outline, ONE_TAP, CaptureOptions(backend="sglang"))
-    assert longest == outline.max_position_embeddings - 7
+        BACKENDS["sglang"].longest(info, CaptureLayout((3,), 32, False), CaptureOptions(backend="sglang"))
+    longest = BACKENDS["sglang"].longest(info, ONE_TAP, CaptureOptions(backend="sglang"))
+    assert longest == info.max_position_embeddings - 7
 
 
 @pytest.mark.parametrize(
@@ -247,4 +248,4 @@ def test_an_sglang_without_the_hooks_is_refused(version: str, good: bool, monkey
 
 def test_a_missing_sglang_is_named() -> None:
     with pytest.raises(DraftsmithError, match="sglang is not installed"):
-        BACKENDS["sglang"].make(TargetOutline.of(tiny_target(), HUB), ONE_TAP, CaptureOptions(backend="sglang"))
+        BACKENDS["sglang"].make(replace(tiny_target().info, options=HUB), ONE_TAP, CaptureOptions(backend="sglang"))

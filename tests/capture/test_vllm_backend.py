@@ -27,7 +27,7 @@ from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.reader import Store
 from draftsmith.features.schema import CaptureLayout
-from draftsmith.run.outline import TargetOutline
+from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
 from tests.support.tiny import tiny_model
@@ -136,9 +136,9 @@ class Served:
 
     def capture(self, samples: list[Sample], out: Path, layout: CaptureLayout | None = None, **settings: Any) -> Any:
         defaults: dict[str, Any] = {"backend": "vllm", "vllm": self.options, "dtype": "float32", "tokens_per_batch": 18}
-        outline = TargetOutline.load(TargetOptions(path=self.path))
+        info = TargetInfo.load(TargetOptions(path=self.path))
         options = CaptureOptions(**{**defaults, **settings})
-        return capture(outline, samples, layout or LAYOUT, out, options, provenance(self.target))
+        return capture(info, samples, layout or LAYOUT, out, options, provenance(self.target))
 
     def __enter__(self) -> "Served":
         self.thread.start()
@@ -258,8 +258,8 @@ def test_a_file_that_is_never_finished_has_a_deadline(tmp_path: Path) -> None:
 
 def test_the_final_norm_is_read_as_the_recipe_says(served: Served) -> None:
     def norm(dtype: str) -> nn.Module:
-        outline = TargetOutline.load(TargetOptions(path=served.path, dtype=dtype))
-        backend = BACKENDS["vllm"].make(outline, LAYOUT, CaptureOptions(backend="vllm", vllm=served.options))
+        info = TargetInfo.load(TargetOptions(path=served.path, dtype=dtype))
+        backend = BACKENDS["vllm"].make(info, LAYOUT, CaptureOptions(backend="vllm", vllm=served.options))
         assert isinstance(backend, VllmBackend)
         assert isinstance(backend.norm, nn.Module)
         assert str(backend.dtype) == f"torch.{dtype}"
@@ -273,7 +273,7 @@ def test_the_final_norm_is_read_as_the_recipe_says(served: Served) -> None:
             TargetOptions(path=served.path), served.target.num_layers, torch.float32, LAYOUT, served.options, norm=None
         )
     with pytest.raises(DraftsmithError, match="in memory only"):
-        TargetOutline.of(served.target).final_norm()
+        served.target.info.loading()
 
 
 def test_the_server_counts_layers_by_what_they_read() -> None:

@@ -112,7 +112,7 @@ def train_counting(
     draft_section = parse_recipe({"run": "run", "target": {"path": "counting"}, "draft": {**SECTION, **section}}).draft
     method = algorithm(draft_section.algorithm)
     source = draft_section.init_from
-    config = draft_config(draft_section, target, None if source is None else read_warm_start(source).config)
+    config = draft_config(draft_section, target.info, None if source is None else read_warm_start(source).config)
     identity = target_identity(target.source, None, target.text_config, target.ends.head_weight)
     options = TrainOptions(
         device="cpu",

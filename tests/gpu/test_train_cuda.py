@@ -101,7 +101,7 @@ def test_replayed_steps_are_the_eager_ones(target, store, tmp_path, name, compil
 def test_one_graph_serves_every_place_in_the_run(target, store, tmp_path):
     """The same batch, replayed at other shares of the run, has the gradients that its eager step has there."""
     chosen = section_of("domino")
-    method, config = algorithm("domino"), draft_config(chosen, target)
+    method, config = algorithm("domino"), draft_config(chosen, target.info)
     batch = (
         batches_of(store, chosen=chosen, num_anchors=8, seed=1)
         .micro_batch(Forward([[2, 5], [3]]), epoch=0)
@@ -132,7 +132,7 @@ def test_one_graph_serves_every_place_in_the_run(target, store, tmp_path):
 @pytest.mark.parametrize("name", ["dflash", "domino", "dspark"])
 def test_a_step_never_waits_for_the_device(target, tmp_path, name):
     method, chosen = algorithm(name), section_of(name)
-    config = draft_config(chosen, target)
+    config = draft_config(chosen, target.info)
     store = counting_store(tmp_path, target, final_state=method.capture(config).final_state)
     batch = (
         batches_of(store, chosen=chosen, num_anchors=8, seed=1)

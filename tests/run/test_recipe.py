@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from draftsmith.algorithms.build import draft_config
 from draftsmith.errors import DraftsmithError
 from draftsmith.run.recipe import Recipe, find_recipe, load_recipe, parse_recipe, save_recipe, shipped_recipes
-from tests.algorithms.facts import Facts
+from draftsmith.targets.info import TargetInfo
 
 MINIMAL = {
     "run": "runs/x",
@@ -261,7 +261,7 @@ def test_the_qwen3_recipes_hold_the_published_hyper_parameters(name, hidden_size
         max_position_embeddings=1,
         rope_parameters={"rope_type": "default", "rope_theta": 1.0},
     )
-    config = draft_config(recipe.draft, Facts(silent))
+    config = draft_config(recipe.draft, TargetInfo(silent))
     assert (config.num_hidden_layers, config.block.size, config.block.mask_token_id) == (5, 16, 151669)
     assert config.target_layer_ids == (1, 9, 17, 25, 33)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)

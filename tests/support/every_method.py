@@ -28,6 +28,6 @@ def section_of(method: str, **fields: Any) -> DraftSection:
 def draft_of(method: str, target: Target, *, seed: int = 0, **fields: Any) -> Draft:
     """A random draft for `target`; its mask token is the target's last id."""
     section = section_of(method, mask_token_id=target.vocab_size - 1, **fields)
-    draft = Draft.from_config(draft_config(section, target))
+    draft = Draft.from_config(draft_config(section, target.info))
     scramble(draft, seed)
     return draft.eval()

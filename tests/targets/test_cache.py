@@ -8,7 +8,8 @@ from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.cache import KeysValuesShape, Room, StaticCache
-from draftsmith.targets.layers import known_kinds, layer_kinds, register_layer_kind
+from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.layers import known_kinds, register_layer_kind
 from draftsmith.targets.layers.attention import FullAttention
 from tests.support.tiny import tiny_target
 
@@ -101,12 +102,11 @@ def test_kinds_are_registered_once() -> None:
 
 
 def test_shapes_come_from_the_configuration() -> None:
-    config = tiny_target("gemma3").text_config
-    names = layer_kinds(config, 4)
-    assert names == ("sliding_attention", "full_attention") * 2
-    for index, kind in enumerate(known_kinds(names, "tiny")):
-        assert kind.name == names[index]
-        assert kind.shape(config, index) == KeysValuesShape(2, 8, 8)
-    without = SimpleNamespace(num_attention_heads=4, hidden_size=24)
-    assert layer_kinds(without, 2) == ("full_attention",) * 2
+    info = tiny_target("gemma3").info
+    assert info.layer_kinds == ("sliding_attention", "full_attention") * 2
+    for index, kind in enumerate(known_kinds(info.layer_kinds, "tiny")):
+        assert kind.name == info.layer_kinds[index]
+        assert kind.shape(info.text_config, index) == KeysValuesShape(2, 8, 8)
+    without = SimpleNamespace(num_attention_heads=4, hidden_size=24, num_hidden_layers=2)
+    assert TargetInfo(without).layer_kinds == ("full_attention",) * 2
     assert FullAttention().shape(without, 0) == KeysValuesShape(4, 6, 6)

@@ -10,8 +10,7 @@ from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash import DFlashSection
 from draftsmith.decoding.generate import generate
 from draftsmith.errors import DraftsmithError
-from draftsmith.run.outline import TargetOutline
-from draftsmith.targets.description import TargetDescription
+from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.rope import length_dependent_type
 from draftsmith.targets.target import Target
@@ -73,7 +72,7 @@ def test_a_shorter_window_is_told_and_is_the_same_without_weights(tmp_path, capl
     with caplog.at_level(logging.WARNING, logger="draftsmith"):
         target = Target.load(tmp_path)
     assert "texts may have 48 tokens, not 96" in caplog.text
-    for facts in (TargetDescription.load(options), TargetOutline.load(options), target):
+    for facts in (TargetInfo.load(options), target):
         assert facts.max_position_embeddings == 48
         assert length_dependent_type(facts.text_config) is not None
     assert length_dependent_type(tiny_model("gemma3").config) is None
@@ -81,7 +80,7 @@ def test_a_shorter_window_is_told_and_is_the_same_without_weights(tmp_path, capl
 
 def test_a_fresh_draft_takes_a_rope_that_drafts_have():
     section = DFlashSection(mask_token_id=3, block_size=4, num_hidden_layers=1)
-    dynamic = draft_config(section, Target.from_model(model(DYNAMIC)))
+    dynamic = draft_config(section, Target.from_model(model(DYNAMIC)).info)
     assert dynamic.rope.as_parameters() == {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -89,6 +88,6 @@ def test_a_fresh_draft_takes_a_rope_that_drafts_have():
     }
     long = Target.from_model(model(LONG))
     with pytest.raises(DraftsmithError, match=r"'longrope'.*set draft\.rope_theta.*10000"):
-        draft_config(section, long)
-    chosen = draft_config(section.model_copy(update={"rope_theta": 10000.0}), long)
+        draft_config(section, long.info)
+    chosen = draft_config(section.model_copy(update={"rope_theta": 10000.0}), long.info)
     assert (chosen.rope.type, chosen.max_position_embeddings) == ("default", 48)

@@ -107,6 +107,6 @@ def batches_of(
     """What makes the micro-batches of `store` for a draft of the section `chosen` (None: `section()`)."""
     chosen = chosen or section()
     method = algorithm(chosen.algorithm)
-    config = draft_config(chosen, counting_target())
+    config = draft_config(chosen, counting_target().info)
     source = StoreSource(store, tuple(method.capture(config).widths))
     return BatchMaker(source, method.examples(config, chosen), tokens_per_row, num_anchors, seed)

@@ -122,7 +122,7 @@ class StepByStep:
         head = {"domino": {"gru_hidden_dim": 12, "emb_dim": 10}, "dspark": {"markov_rank": 6}}
         method = algorithm(name)
         chosen = method.section(**{**BASE, "algorithm": name, **head.get(name, {})})
-        config = draft_config(chosen, target)
+        config = draft_config(chosen, target.info)
         torch.manual_seed(3)
         draft = Draft.from_config(config).train()
         trainee = method.trainee(draft, target.ends, chosen, Computation(draft.device))

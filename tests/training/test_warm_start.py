@@ -15,8 +15,8 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.info import TargetInfo
 from draftsmith.training.warm_start import read_warm_start
-from tests.algorithms.facts import Facts
 from tests.support.tiny_draft import tiny_draft
 
 TARGET = SimpleNamespace(hidden_size=24, num_layers=6, vocab_size=41)
@@ -33,7 +33,7 @@ FRESH = {
 }
 
 
-def facts(**overrides: Any) -> Facts:
+def facts(**overrides: Any) -> TargetInfo:
     """A target of the drafts' sizes whose other sizes no draft here has."""
     fields = {
         "hidden_size": TARGET.hidden_size,
@@ -47,7 +47,7 @@ def facts(**overrides: Any) -> Facts:
         "max_position_embeddings": 33,
         "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
     }
-    return Facts(LlamaConfig(**(fields | overrides)))
+    return TargetInfo(LlamaConfig(**(fields | overrides)))
 
 
 def section(directory: Path, method: str = "dflash", **fields: Any) -> Any:
@@ -59,7 +59,7 @@ def saved(directory: Path, **overrides: Any) -> Path:
     return directory
 
 
-def configured(directory: Path, method: str = "dflash", target: Facts | None = None, **fields: Any) -> DraftConfig:
+def configured(directory: Path, method: str = "dflash", target: TargetInfo | None = None, **fields: Any) -> DraftConfig:
     return draft_config(section(directory, method, **fields), target or facts(), read_warm_start(str(directory)).config)
 
 

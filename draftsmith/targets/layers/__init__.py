@@ -1,7 +1,6 @@
 """Kinds of a target's layers, one file a kind: what each keeps of a text, and how it runs over that."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.layers.attention import FullAttention
@@ -9,7 +8,7 @@ from draftsmith.targets.layers.gated_delta import GatedDelta, JoinedGatedDelta, 
 from draftsmith.targets.layers.kind import LayerKind
 from draftsmith.targets.layers.window import WindowAttention
 
-__all__ = ["LayerKind", "known_kinds", "layer_kinds", "register_layer_kind"]
+__all__ = ["LayerKind", "known_kinds", "register_layer_kind"]
 
 _ANY = ""
 _KINDS: dict[tuple[str, str], LayerKind] = {}
@@ -23,12 +22,6 @@ def register_layer_kind(kind: LayerKind) -> None:
             of_type = f" of {model_type} models" if model_type else ""
             raise DraftsmithError(f"there is a layer kind named {kind.name!r}{of_type} already; choose another name")
         _KINDS[kind.name, model_type] = kind
-
-
-def layer_kinds(text_config: Any, num_layers: int) -> tuple[str, ...]:
-    """Each layer's kind, as a Hugging Face text configuration names it (`layer_types`); full attention where it names
-    none."""
-    return tuple(getattr(text_config, "layer_types", None) or ["full_attention"] * num_layers)
 
 
 def known_kinds(names: Sequence[str], source: str, model_type: str = _ANY) -> tuple[LayerKind, ...]:

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from draftsmith.targets.cache import KeysValuesShape
+from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.layers.kind import LayerKind
 
 
@@ -17,8 +18,6 @@ class FullAttention(LayerKind):
 
 
 def attention_shape(text_config: Any) -> KeysValuesShape:
-    """Keys and values of a layer with the heads of a Hugging Face text configuration: `num_key_value_heads`, or
-    `num_attention_heads` without, of `head_dim`, or the hidden size divided among them."""
-    heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    return KeysValuesShape(getattr(text_config, "num_key_value_heads", None) or heads, head_dim, head_dim)
+    """Keys and values of a layer with the heads of a Hugging Face text configuration."""
+    info = TargetInfo(text_config)
+    return KeysValuesShape(info.kv_heads, info.head_dim, info.head_dim)
