@@ -14,7 +14,7 @@ from draftsmith.base.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax
 from draftsmith.targets.info import TargetInfo
-from draftsmith.targets.location import locate
+from draftsmith.targets.location import empty_model, locate, read_config
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.tensors import TensorFiles
 
@@ -107,11 +107,7 @@ class TargetEnds(nn.Module):
     @classmethod
     def from_model(cls, model: Any, info: TargetInfo) -> "TargetEnds":
         """The ends of a Hugging Face causal LM in memory, which `info` describes; shares its tensors."""
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is None:
-            raise DraftsmithError(f"{type(model).__name__} has no output head; a causal language model is needed")
-        if getattr(head, "bias", None) is not None:
-            raise DraftsmithError(f"{type(model).__name__} has a bias on its output head; that is not supported")
+        embedding, head = _end_modules(model)
         return cls._of(info, embedding.weight, head.weight)
 
     @classmethod
@@ -136,26 +132,38 @@ class TargetEnds(nn.Module):
     ) -> "TargetEnds":
         """The ends of a target by path (as for `Target.load`), reading no other weights.
 
-        Raises `DraftsmithError` for a path without a model, weights that are not safetensors, a model whose ends are
-        not an `embed_tokens` and an `lm_head` (or a tied head), sizes other than the configuration's, or scales that
-        draftsmith does not know.
+        Raises `DraftsmithError` for a path without a model, weights that are not safetensors or cannot be read
+        (`TensorFiles.read`), sizes other than the configuration's, or scales that draftsmith does not know.
         """
         options = TargetOptions(path=str(path), revision=revision, trust_remote_code=trust_remote_code)
-        info = TargetInfo.load(options)
         location = locate(path)
-        files = TensorFiles(location, revision)
-        embedding, head = files.read_one("embed_tokens.weight"), files.read_one("lm_head.weight")
-        if files.has("lm_head.bias"):
-            raise DraftsmithError(f"target {location.source} has a bias on its output head; that is not supported")
+        config = read_config(location, revision, trust_remote_code)
+        model = empty_model(config, trust_remote_code)
+        info = TargetInfo.of_model(model, location.source, options)
+        names = {module: name for name, module in model.named_modules()}
+        embedding_name, head_name = (f"{names[module]}.weight" for module in _end_modules(model))
+        stored = TensorFiles(location, revision, model).read([embedding_name, head_name])
+        embedding, head = stored.get(embedding_name), stored.get(head_name)
         if info.tied:  # one of the two may be left out of the files
             embedding, head = (head if embedding is None else embedding), (embedding if head is None else head)
         if embedding is None or head is None:
             raise DraftsmithError(
-                f"the weights of {location.source} lack {'embed_tokens' if embedding is None else 'lm_head'}.weight "
-                f"(tie_word_embeddings is {info.tied}); the checkpoint is incomplete or of an unsupported kind"
+                f"the weights of {location.source} lack {embedding_name if embedding is None else head_name} "
+                f"(tie_word_embeddings is {info.tied}); the checkpoint is incomplete or another model's"
             )
         resolved = parse_dtype(dtype) or info.text_config.dtype or embedding.dtype
         return cls._of(info, embedding.to(resolved), head.to(resolved)).to(resolve_device(device))
+
+
+def _end_modules(model: Any) -> tuple[Any, Any]:
+    """A Hugging Face model's embedding and output head. Raises `DraftsmithError` for a model without a head, or one
+    whose head has a bias."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        raise DraftsmithError(f"{type(model).__name__} has no output head; a causal language model is needed")
+    if getattr(head, "bias", None) is not None:
+        raise DraftsmithError(f"{type(model).__name__} has a bias on its output head; that is not supported")
+    return embedding, head
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,21 @@ def load_final_norm(
     """
     location = locate(path)
     config = read_config(location, revision, trust_remote_code)
-    decoder = empty_model(config, trust_remote_code).get_decoder()
+    model = empty_model(config, trust_remote_code)
+    decoder = model.get_decoder()
     norm = getattr(decoder, "norm", None)
     if not isinstance(norm, nn.Module):
         raise DraftsmithError(
             f"the decoder of target {location.source} is a {type(decoder).__name__} without a module `norm`; "
             "draftsmith cannot apply its final norm to states that were stored before it"
         )
-    files = TensorFiles(location, revision)
-    weights = {name: files.read_one(f"norm.{name}") for name in norm.state_dict()}
-    missing = [name for name, weight in weights.items() if weight is None]
+    module = next(name for name, module in model.named_modules() if module is norm)
+    names = {name: f"{module}.{name}" for name in norm.state_dict()}
+    stored = TensorFiles(location, revision, model).read(list(names.values()))
+    missing = [name for name in names.values() if name not in stored]
     if missing:
-        raise DraftsmithError(f"the weights of {location.source} lack norm.{missing[0]}; the checkpoint is incomplete")
+        raise DraftsmithError(f"the weights of {location.source} lack {missing[0]}; the checkpoint is incomplete")
+    weights = {name: stored[stored_name] for name, stored_name in names.items()}
     norm.load_state_dict(weights, assign=True)
     resolved = parse_dtype(dtype) or config.get_text_config().dtype or next(norm.parameters()).dtype
     return norm.to(device=resolve_device(device), dtype=resolved).requires_grad_(False)

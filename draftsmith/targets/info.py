@@ -50,12 +50,13 @@ class TargetInfo:
         text_config = model.config.get_text_config()
         check_no_other_scales(text_config)
         layers = getattr(model.get_decoder(), "layers", None)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         return cls(
             text_config,
             source,
             getattr(model.config, "_commit_hash", None),
-            embedding_scale(model.get_input_embeddings()),
-            bool(model.config.tie_word_embeddings or text_config.tie_word_embeddings),
+            embedding_scale(embedding),
+            head is not None and head.weight is embedding.weight,
             len(layers) if isinstance(layers, nn.ModuleList) else None,
             options,
         )

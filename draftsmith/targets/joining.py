@@ -127,10 +127,18 @@ def _projection_faults(layer: Any) -> Iterator[tuple[str, str]]:
             if type(module.weight) is not nn.Parameter:  # quantised weights pass for linear layers
                 yield name, f"holds a {type(module.weight).__name__}; allowed: a plain parameter"
                 return
+            if _does_more(module):  # rounds its inputs to 8 bits, say
+                yield name, "runs code of its own around its product; allowed: a plain linear layer"
+                return
         if len({module.bias is None for module in modules}) != 1:
             yield ", ".join(names), "have a bias in part; allowed: all of them or none"
         if len({module.weight.dtype for module in modules}) != 1:
             yield ", ".join(names), "are of several dtypes; allowed: one"
+
+
+def _does_more(linear: nn.Module) -> bool:
+    """Whether somebody put code around a module's forward, as packages for quantised activations do."""
+    return "forward" in vars(linear) or bool(linear._forward_hooks or linear._forward_pre_hooks)
 
 
 def join_layer(module: Any, style: BlockStyle, config: Any) -> Layer:

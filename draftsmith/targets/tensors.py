@@ -1,75 +1,132 @@
 """Single tensors out of a model's safetensors files, sharded or not, local or on the hub."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import cached_file
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.location import Location
+from draftsmith.targets.quantised import dequantised
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SCALES = ("weight_scale", "weight_scale_inv")  # the second is no inverse: both multiply
 
 
 class TensorFiles:
-    """The tensors of a model by name; opens, and on the hub downloads, only the files that hold what is read."""
+    """The tensors of a model by the names of its parameters in transformers.
 
-    def __init__(self, location: Location, revision: str | None) -> None:
+    Opens, and on the hub downloads, only the files that hold what is read. model: the model, with or without weights;
+    it tells what its tensors are called in files.
+    """
+
+    def __init__(self, location: Location, revision: str | None, model: Any) -> None:
         self._location = location
         self._revision = revision
-        index = self._find(_INDEX)
+        self._file_of = self._index()
+        self._model = model
+
+    def _index(self) -> dict[str, str]:
+        """Stored name -> file."""
+        index = self._location.file(_INDEX, self._revision)
         if index is not None:
-            self._file_of = _weight_map(index)
-            return
-        single = self._find(_SINGLE)
+            return _weight_map(index)
+        single = self._location.file(_SINGLE, self._revision)
         if single is None:
             raise DraftsmithError(
-                f"target {location.source} has neither {_SINGLE} nor {_INDEX}; draftsmith reads safetensors only "
+                f"target {self._location.source} has neither {_SINGLE} nor {_INDEX}; draftsmith reads safetensors only "
                 "(convert other weights with transformers' save_pretrained)"
             )
         with _open(single) as tensors:
-            self._file_of = dict.fromkeys(tensors.keys(), _SINGLE)
+            return dict.fromkeys(tensors.keys(), _SINGLE)
 
-    def _find(self, name: str) -> Path | None:
-        """A file of the model on this machine, or None if the model has no such file."""
-        if self._location.directory is not None:
-            path = self._location.directory / name
-            return path if path.is_file() else None
-        try:
-            found = cached_file(
-                self._location.name, name, revision=self._revision, _raise_exceptions_for_missing_entries=False
-            )
-        except OSError as error:
-            raise DraftsmithError(f"cannot fetch {name} of target {self._location.source!r}: {error}") from error
-        return None if found is None else Path(found)
+    def read(self, parameters: Sequence[str]) -> dict[str, Tensor]:
+        """Those of the model's parameters that the files hold, by name, on the CPU.
 
-    def _matches(self, ending: str) -> list[str]:
-        return [name for name in self._file_of if name == ending or name.endswith(f".{ending}")]
+        8-bit floats beside their scale come multiplied with it, in fp32. Raises `DraftsmithError` where several tensors
+        are one parameter, where a tensor is stored in another form than the model's, or beside others that it cannot be
+        read without, and where a file is missing or damaged.
+        """
+        stored = self._stored_names(parameters)
+        return {name: self._read(name, stored) for name in parameters if name in stored}
 
-    def has(self, ending: str) -> bool:
-        """Whether a tensor's dotted name ends with `ending`."""
-        return bool(self._matches(ending))
+    def _stored_names(self, parameters: Sequence[str]) -> dict[str, str]:
+        """Parameter -> the name under which its tensor is stored, as transformers maps the two when it loads."""
+        transforms = get_model_conversion_mapping(self._model)
+        # As in transformers: all renamings in turn, then the first converter that knows the name.
+        transforms.sort(key=lambda transform: isinstance(transform, WeightConverter))
+        wanted = set(parameters)
+        in_a_layer = any(_layer_index(name) for name in parameters)
+        found: dict[str, str] = {}
+        for stored in self._file_of:
+            if _layer_index(stored) and not in_a_layer:
+                continue
+            renamed, converted = _renamed(stored, transforms)
+            base = f"{self._model.base_model_prefix}."
+            name = next((n for n in (renamed, renamed.removeprefix(base), base + renamed) if n in wanted), None)
+            if name is None:
+                continue
+            if converted:
+                raise DraftsmithError(
+                    f"target {self._location.source} stores {name} in another form ({stored}), which transformers "
+                    "converts when it loads the model; draftsmith cannot read it alone"
+                )
+            if name in found:
+                raise DraftsmithError(
+                    f"target {self._location.source} has several tensors that are {name}: {found[name]}, {stored}; "
+                    "delete those that are not the model's"
+                )
+            found[name] = stored
+        return found
 
-    def read_one(self, ending: str) -> Tensor | None:
-        """The one tensor whose dotted name ends with `ending`, on the CPU; None if there is none. Raises
-        `DraftsmithError` if there are several, or its file is missing or damaged."""
-        names = self._matches(ending)
-        if not names:
-            return None
-        if len(names) > 1:
-            raise DraftsmithError(
-                f"target {self._location.source} has several tensors named {ending}: {', '.join(sorted(names))}; "
-                "draftsmith cannot tell which is the language model's"
-            )
-        file = self._find(self._file_of[names[0]])
+    def _read(self, parameter: str, stored_names: dict[str, str]) -> Tensor:
+        stored = stored_names[parameter]
+        tensor = self._tensor(stored)
+        module = stored.rpartition(".")[0]
+        beside = sorted(
+            name for name in self._file_of if name.startswith(f"{module}.") and name not in stored_names.values()
+        )
+        if not beside and tensor.is_floating_point() and tensor.element_size() > 1:
+            return tensor
+        if tensor.is_floating_point() and tensor.element_size() == 1 and len(beside) == 1:
+            is_scale = beside[0].removeprefix(f"{module}.") in _SCALES
+            scaled = dequantised(tensor, self._tensor(beside[0])) if is_scale else None
+            if scaled is not None:
+                return scaled
+        others = f"beside {', '.join(beside)}" if beside else "without a scale"
+        raise DraftsmithError(
+            f"target {self._location.source} stores {parameter} as {tensor.dtype} {list(tensor.shape)} {others}, and "
+            "draftsmith reads 16- and 32-bit floats that lie alone, or 8-bit floats with one scale for all, one a row "
+            "or one a block; use a checkpoint whose embedding, norms and output head are not quantised"
+        )
+
+    def _tensor(self, stored: str) -> Tensor:
+        name = self._file_of[stored]
+        file = self._location.file(name, self._revision)
         if file is None:
-            raise DraftsmithError(
-                f"target {self._location.source} lacks {self._file_of[names[0]]}, where its index places {names[0]}"
-            )
+            raise DraftsmithError(f"target {self._location.source} lacks {name}, where its index places {stored}")
         with _open(file) as tensors:
-            return tensors.get_tensor(names[0])
+            return tensors.get_tensor(stored)
+
+
+def _renamed(stored: str, transforms: Sequence[Any]) -> tuple[str, bool]:
+    """(the model's name of a stored tensor but for the prefix of its base model, whether its values are converted)."""
+    name = stored
+    for transform in transforms:
+        name, pattern = transform.rename_source_key(name)
+        if pattern is not None and isinstance(transform, WeightConverter):
+            return name, True
+    return name, False
+
+
+def _layer_index(name: str) -> bool:
+    """Whether this is the name of something in a numbered module."""
+    return any(part.isdigit() for part in name.split("."))
 
 
 def _weight_map(index: Path) -> dict[str, str]:

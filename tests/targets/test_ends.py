@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import GraniteConfig
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GraniteConfig
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import Target
+from tests.support.checkpoints import edit_tensors
 from tests.support.tiny import KINDS, tiny_model, tiny_target
 
 
@@ -104,8 +105,8 @@ def test_weights_that_are_missing_ambiguous_or_elsewhere(tmp_path):
     save_file({name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}, file)
     with pytest.raises(DraftsmithError, match=r"lack lm_head\.weight \(tie_word_embeddings is False\)"):
         TargetEnds.load(tmp_path)
-    save_file(whole | {"other.lm_head.weight": torch.zeros(97, 32)}, file)
-    with pytest.raises(DraftsmithError, match=r"several tensors named lm_head\.weight"):
+    save_file(whole | {"embed_tokens.weight": torch.zeros(97, 32)}, file)
+    with pytest.raises(DraftsmithError, match=r"several tensors that are model\.embed_tokens\.weight: embed_tokens\.w"):
         TargetEnds.load(tmp_path)
     file.write_bytes(b"12345678 no header")
     with pytest.raises(DraftsmithError, match="not a complete safetensors file"):
@@ -113,6 +114,41 @@ def test_weights_that_are_missing_ambiguous_or_elsewhere(tmp_path):
     file.unlink()
     with pytest.raises(DraftsmithError, match="safetensors only"):
         TargetEnds.load(tmp_path)
+
+
+def _same_ends(directory, **options):
+    alone, full = TargetEnds.load(directory, **options), Target.load(directory, **options).ends
+    torch.testing.assert_close(alone.embedding_weight, full.embedding_weight, rtol=0, atol=0)
+    torch.testing.assert_close(alone.head_weight, full.head_weight, rtol=0, atol=0)
+
+
+def test_layers_that_the_model_does_not_run_may_have_ends_of_their_own(tmp_path):
+    """Layers for the prediction of several tokens lie behind the others, with an embedding and a head each."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    further = {
+        f"{prefix}.{name}": torch.randn(97, 32)
+        for prefix in ("model.layers.4", "mtp", "model.mtp.0")
+        for name in ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+    }
+    edit_tensors(tmp_path, lambda tensors: tensors | further)
+    _same_ends(tmp_path)
+
+
+def test_names_without_the_base_models_prefix(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
+    _same_ends(tmp_path)
+
+
+def test_names_are_the_models_own(tmp_path):
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = GPTNeoXConfig(**sizes, num_attention_heads=4, max_position_embeddings=64)
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    _same_ends(tmp_path)
+    # As the files of this model have been named from the beginning.
+    edit_tensors(tmp_path, lambda tensors: {n.replace("lm_head", "embed_out"): t for n, t in tensors.items()})
+    assert {"gpt_neox.embed_in.weight", "embed_out.weight"} <= set(load_file(tmp_path / "model.safetensors"))
+    _same_ends(tmp_path)
 
 
 def test_shapes_and_scales_that_do_not_fit(tmp_path):

@@ -118,6 +118,18 @@ def _quantised(target: Target) -> None:
     mlp.down_proj.weight = torch.nn.Parameter(mlp.down_proj.weight.detach().as_subclass(kind))
 
 
+def _rounded_inputs(target):
+    """As activations of 8 bits are read."""
+    layer = target.model.model.layers[1].mlp.gate_proj
+    layer.register_forward_pre_hook(lambda module, args: ((args[0] * 16).round() / 16,))
+
+
+def _own_forward(target):
+    layer = target.model.model.layers[0].self_attn.k_proj
+    own = layer.forward
+    layer.forward = lambda x: own((x * 16).round() / 16)
+
+
 def _biased_in_part(target: Target) -> None:
     projection = target.model.model.layers[3].self_attn.k_proj
     projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
@@ -148,6 +160,8 @@ NOT_FUSED: list[tuple[dict[str, Any], Callable[[Target], None] | None, str]] = [
     ({}, _odd_layer, "its layers are of kind LlamaDecoderLayer, OddLayer; allowed: all of one kind of Gemma3"),
     ({}, _wrapped, "layer 1: o_proj is a Sequential; allowed: a plain linear layer"),
     ({}, _quantised, "layer 2: down_proj holds a PackedTensor; allowed: a plain parameter"),
+    ({}, _rounded_inputs, "layer 1: gate_proj runs code of its own around its product; allowed: a plain linear layer"),
+    ({}, _own_forward, "layer 0: k_proj runs code of its own around its product"),
     ({}, _biased_in_part, "layer 3: q_proj, k_proj, v_proj have a bias in part"),
     ({}, _wider_in_part, "layer 0: gate_proj, up_proj are of several dtypes"),
     ({}, _without_a_norm, "layer 1: input_layernorm is of kind Identity; allowed: an RMS norm"),
@@ -232,7 +246,7 @@ def test_deep_half_precision_is_compared_layer_by_layer():
     target = tiny_target("qwen3", num_layers=16, dtype=torch.bfloat16, initializer_range=0.3)
     target.fuse()
     wrong = tiny_target("qwen3", num_layers=16, dtype=torch.bfloat16, initializer_range=0.3)
-    layer = wrong.model.model.layers[15].self_attn.o_proj
+    layer = wrong.model.model.layers[15].mlp
     own = layer.forward
     layer.forward = lambda x: 1.3 * own(x)
     with pytest.raises(DraftsmithError, match="layer 15 of Qwen3Model"):
