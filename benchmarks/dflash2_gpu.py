@@ -20,7 +20,7 @@ from few_rows_gpu import graph_us
 from torch import Tensor
 
 from draftsmith.algorithms.block_drafter import BlockDrafter
-from draftsmith.algorithms.dflash2_path import DFlash2Filler, draw_path, selector_of
+from draftsmith.algorithms.dflash2_path import DFlash2Filler, draw_path
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.sampler import RowSampler
@@ -47,13 +47,13 @@ def by_operations(
 
 def dflash2_draft() -> Draft:
     draft = random_draft(architecture="dflash2", head=HEAD)
-    draw_weights(selector_of(draft))
+    draw_weights(draft.head.candidate_selector)
     return draft
 
 
 @torch.no_grad()
 def kernels(batch: int, draft: Draft) -> None:
-    selector = selector_of(draft)
+    selector = draft.head.candidate_selector
     slots, vocab, rank = 15, draft.config.vocab_size, HEAD["selector_rank"]
 
     def compare(name: str, operands: Callable[[], tuple[Tensor, ...]], **ways: Callable[..., object]) -> None:

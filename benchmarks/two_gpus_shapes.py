@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, Qwen3Config
 
-from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.parallel.ranks import process_count, process_rank
 from draftsmith.run.recipe import parse_recipe
 from draftsmith.targets.ends import TargetEnds

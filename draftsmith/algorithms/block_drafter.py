@@ -3,13 +3,14 @@ and mask tokens (DFlash, arXiv 2602.06036), a filler turns them into tokens."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Generic
 
 from torch import Tensor
 
 from draftsmith.algorithms.drafter import Proposals, Sampler, StatesWanted
 from draftsmith.blocks.build import anchor_block_inputs
 from draftsmith.blocks.layout import BlockLayout
-from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.draft import Draft, HeadT
 from draftsmith.drafts.runner import BlockRunner, ContextCache
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.ends import TargetEnds
@@ -17,13 +18,13 @@ from draftsmith.targets.target import TargetStates
 
 
 @dataclass
-class Filler(ABC):
+class Filler(ABC, Generic[HeadT]):
     """Fills a block with tokens: a function of tensors without host synchronisation.
 
-    ends: the target's; num_proposals: tokens proposed a block, at most `layout.max_proposals`.
+    ends: the target's; num_proposals: tokens proposed a block, at most `layout.max_proposals`. HeadT: the draft's head.
     """
 
-    draft: Draft
+    draft: Draft[HeadT]
     ends: TargetEnds
     layout: BlockLayout
     num_proposals: int

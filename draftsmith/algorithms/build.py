@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.drafts.config import FIELDS, DraftConfig
 from draftsmith.drafts.fields import Origin
 from draftsmith.drafts.rope_config import ROPE_TYPES

@@ -2,19 +2,21 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
 from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.block_trainee import BlockOutputs
 from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.options import DecodingOptions
 from draftsmith.algorithms.sampled_vocabulary import SampledVocabulary
+from draftsmith.algorithms.section import DraftSection
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
@@ -37,11 +39,16 @@ class DFlashObjectiveOptions(HeadOptions):
     negatives: int | None = Field(default=None, ge=1)
 
 
-class DFlashSection(DraftSection):
+class PlainSection(DraftSection):
+    """What the sections of methods without a head of their own share."""
+
+    objective: DFlashObjectiveOptions = DFlashObjectiveOptions()
+
+
+class DFlashSection(PlainSection):
     """The recipe's `draft` section for DFlash."""
 
     algorithm: Literal["dflash"] = "dflash"
-    objective: DFlashObjectiveOptions = DFlashObjectiveOptions()
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class DFlashObjective:
     layout: BlockLayout
     options: DFlashObjectiveOptions
 
-    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+    def terms(self, draft: Draft[None], ends: TargetEnds, outputs: BlockOutputs) -> Terms:
         blocks = outputs.blocks
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
         project, labels = partial(draft.logits, ends=ends), blocks.labels
@@ -74,7 +81,7 @@ class DFlashObjective:
         return Terms(numerator, denominator, metrics)
 
 
-class DFlashFiller(Filler):
+class DFlashFiller(Filler[None]):
     """Each slot's most likely token, ties to the lowest id. Deterministic also when the request samples: slots know
     nothing of each other, and tokens drawn independently would rarely fit together."""
 
@@ -83,7 +90,7 @@ class DFlashFiller(Filler):
         return Proposals(self.draft.argmax(self.predicting(hidden), self.ends))
 
 
-class StepwiseDFlashFiller(Filler):
+class StepwiseDFlashFiller(Filler[None]):
     """Each slot's token by the sampler, from its own logits: for a greedy sampler what `DFlashFiller` proposes."""
 
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
@@ -92,29 +99,39 @@ class StepwiseDFlashFiller(Filler):
         return Proposals.of_draws([sampler(logits[:, slot], slot) for slot in range(self.num_proposals)])
 
 
-class DFlash(BlockAlgorithm[DecodingOptions]):
+PlainT = TypeVar("PlainT", bound=PlainSection)
+
+
+class PlainBlocks(BlockAlgorithm[PlainT, None, DecodingOptions]):
     """One forward proposes a block's B-1 tokens; no head of its own, and no decoding options."""
 
-    name = "dflash"
     head = DFlashHeadConfig
-    summary = "Masked block, every slot predicted at once by itself"
-    paper = "arXiv 2602.06036"
-    section: ClassVar[type[DraftSection]] = DFlashSection
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
-        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_for("dflash").size)
+        return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_for(self.name).size)
 
-    def objective(self, config: DraftConfig, section: Any) -> Objective:
+    def objective(self, config: DraftConfig, section: PlainT) -> DFlashObjective:
         return DFlashObjective(self.block_layout(config), section.objective)
 
-    def replayable(self, section: Any) -> bool:
+    def replayable(self, section: PlainT) -> bool:
         """Sampled vocabularies have a size that the device decides."""
         return section.objective.negatives is None
 
-    def filler(self, draft: Draft, ends: TargetEnds, options: DecodingOptions) -> Filler:
+    def filler(self, draft: Draft[None], ends: TargetEnds, options: DecodingOptions) -> DFlashFiller:
         layout = self.block_layout(draft.config)
         return DFlashFiller(draft, ends, layout, check_num_proposals(options.num_proposals, layout))
 
-    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
+    def stepwise_filler(
+        self, draft: Draft[None], ends: TargetEnds, num_proposals: int | None = None
+    ) -> StepwiseDFlashFiller:
         layout = self.block_layout(draft.config)
         return StepwiseDFlashFiller(draft, ends, layout, check_num_proposals(num_proposals, layout))
+
+
+class DFlash(PlainBlocks[DFlashSection]):
+    """Every slot of a training block but the anchor's is masked."""
+
+    name = "dflash"
+    summary = "Masked block, every slot predicted at once by itself"
+    paper = "arXiv 2602.06036"
+    section = DFlashSection

@@ -3,26 +3,27 @@ the slots, left to right (Inco AI, 2026)."""
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
 from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
-from draftsmith.algorithms.dflash2_path import DFlash2Filler, selector_of
+from draftsmith.algorithms.block_trainee import BlockOutputs
+from draftsmith.algorithms.dflash2_path import DFlash2Filler
 from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.options import DecodingOptions
-from draftsmith.algorithms.section import with_head
+from draftsmith.algorithms.section import DraftSection, with_head
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, Weighting
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2HeadConfig
+from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head, DFlash2HeadConfig
 from draftsmith.kernels.rollout.candidate_path import fits
 from draftsmith.kernels.vocabulary.softmax_rows import gradient, statistics
 from draftsmith.losses.chunked import Chunk, chunked_sum
@@ -60,10 +61,10 @@ class DFlash2Objective:
     layout: BlockLayout
     options: DFlash2ObjectiveOptions
 
-    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+    def terms(self, draft: Draft[DFlash2Head], ends: TargetEnds, outputs: BlockOutputs) -> Terms:
         """Works through chunks of whole blocks, because a label's weight may depend on its block's other losses."""
         blocks, options = outputs.blocks, self.options
-        selector = selector_of(draft)
+        selector = draft.head.candidate_selector
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
         chosen = Chosen.blocks(blocks)  # n of them
         labels, mask, previous = (chosen.take(t) for t in (blocks.labels, blocks.label_mask, blocks.previous_ids))
@@ -147,22 +148,22 @@ def _best(scores: Tensor, ids: Tensor) -> Tensor:
     return torch.where(best, ids, ids.amax(-1, keepdim=True)).amin(-1)
 
 
-class DFlash2(BlockAlgorithm[DecodingOptions]):
+class DFlash2(BlockAlgorithm[DFlash2Section, DFlash2Head, DecodingOptions]):
     """One forward, then B-1 small steps of the selector over each slot's candidates, which are all that it proposes."""
 
     name = "dflash2"
     head = DFlash2HeadConfig
     summary = "Masked block with convolutions, and a selector that picks a path through each slot's candidates"
     paper = "Inco AI, 2026-08"
-    section: ClassVar[type[DraftSection]] = DFlash2Section
+    section = DFlash2Section
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
         return BlockLayout(BlockKind.ANCHOR_KNOWN, config.block_for("dflash2").size)
 
-    def objective(self, config: DraftConfig, section: Any) -> Objective:
+    def objective(self, config: DraftConfig, section: DFlash2Section) -> DFlash2Objective:
         return DFlash2Objective(self.block_layout(config), section.objective)
 
-    def filler(self, draft: Draft, ends: TargetEnds, options: DecodingOptions) -> Filler:
+    def filler(self, draft: Draft[DFlash2Head], ends: TargetEnds, options: DecodingOptions) -> Filler[DFlash2Head]:
         if draft.device.type != "cuda":
             return self.stepwise_filler(draft, ends, options.num_proposals)
         head = DFlash2HeadConfig.of(draft.config)
@@ -177,6 +178,8 @@ class DFlash2(BlockAlgorithm[DecodingOptions]):
         layout = self.block_layout(draft.config)
         return KernelDFlash2Filler(draft, ends, layout, check_num_proposals(options.num_proposals, layout))
 
-    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
+    def stepwise_filler(
+        self, draft: Draft[DFlash2Head], ends: TargetEnds, num_proposals: int | None = None
+    ) -> Filler[DFlash2Head]:
         layout = self.block_layout(draft.config)
         return DFlash2Filler(draft, ends, layout, check_num_proposals(num_proposals, layout))

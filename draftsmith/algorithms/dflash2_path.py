@@ -1,18 +1,10 @@
 """DFlash 2's block filled by PyTorch operations: a path through the candidates of the slots, left to right."""
 
-from typing import cast
-
 from torch import Tensor
 
 from draftsmith.algorithms.block_drafter import Filler
 from draftsmith.algorithms.drafter import Proposals, Sampler
-from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads.dflash2 import CandidateSelector, DFlash2Head
-
-
-def selector_of(draft: Draft) -> CandidateSelector:
-    """The selector of a DFlash 2 draft."""
-    return cast(DFlash2Head, draft.head).candidate_selector
 
 
 def draw_path(
@@ -31,11 +23,13 @@ def draw_path(
     return Proposals.of_draws(draws)
 
 
-class DFlash2Filler(Filler):
+class DFlash2Filler(Filler[DFlash2Head]):
     """A path through the slots' candidates: each token is the best of the selector's scores given the token before it,
     or drawn from them. All other tokens have probability 0."""
 
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         """As in `Filler`."""
         slots = self.predicting(hidden)  # [batch, P, H]
-        return draw_path(selector_of(self.draft), slots, self.draft.logits(slots, self.ends), anchor_ids, sampler)
+        return draw_path(
+            self.draft.head.candidate_selector, slots, self.draft.logits(slots, self.ends), anchor_ids, sampler
+        )

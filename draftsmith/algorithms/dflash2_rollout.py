@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.block_drafter import Filler
-from draftsmith.algorithms.dflash2_path import draw_path, selector_of
+from draftsmith.algorithms.dflash2_path import draw_path
 from draftsmith.algorithms.drafter import Proposals, Sampler
+from draftsmith.drafts.heads.dflash2 import DFlash2Head
 from draftsmith.kernels.rollout.candidate_path import candidate_path, top_candidates
 from draftsmith.kernels.vocabulary.few_states import head_logits
 
 
-class KernelDFlash2Filler(Filler):
+class KernelDFlash2Filler(Filler[DFlash2Head]):
     """Proposes what `DFlash2Filler` does, up to rounding and to which of equal logits are the last candidates.
 
     When every row takes its most likely token, two kernels find the candidates and one walks through them; otherwise
@@ -20,7 +21,7 @@ class KernelDFlash2Filler(Filler):
     @torch.no_grad()
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         """As in `Filler`."""
-        selector = selector_of(self.draft)
+        selector = self.draft.head.candidate_selector
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         unary = self.draft.logits(slots, self.ends, head_logits)
         if not sampler.greedy:

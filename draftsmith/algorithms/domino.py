@@ -1,22 +1,23 @@
 """Domino: a masked block with logits corrected, left to right, by what the block says so far (arXiv 2605.29707)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, StrictBool
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
 from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.block_trainee import BlockOutputs
 from draftsmith.algorithms.domino_rollout import KeyedDominoFiller
 from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import label_metrics
 from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary
-from draftsmith.algorithms.section import with_head
+from draftsmith.algorithms.section import DraftSection, with_head
 from draftsmith.algorithms.serving import Served, Serving
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
@@ -69,7 +70,7 @@ class DominoObjective:
     layout: BlockLayout
     options: DominoObjectiveOptions
 
-    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+    def terms(self, draft: Draft[DominoHead], ends: TargetEnds, outputs: BlockOutputs) -> Terms:
         """Base and corrected logits of a chunk of slots are made together, from one pass through the output head."""
         blocks = outputs.blocks
         share = self.options.base_share(outputs.progress)
@@ -79,7 +80,7 @@ class DominoObjective:
         selected = [chosen.take(t) for t in (hidden, corrections(draft, ends, hidden, blocks))]
         row_labels = chosen.take(torch.where(blocks.label_mask, blocks.labels, -1))
         row_weights = chosen.take(weights)
-        head = cast(DominoHead, draft.head)
+        head = draft.head
 
         def compute(part: slice, h: Tensor, latent: Tensor, output_weight: Tensor) -> Chunk:
             outputs = (draft.logits(h, ends), head.correction(latent, output_weight))  # both [m', V]
@@ -117,26 +118,26 @@ class DominoObjective:
         return Terms(numerator, denominator, metrics)
 
 
-def corrections(draft: Draft, ends: TargetEnds, hidden: Tensor, blocks: Blocks) -> Tensor:
+def corrections(draft: Draft[DominoHead], ends: TargetEnds, hidden: Tensor, blocks: Blocks) -> Tensor:
     """The latents whose product with W2 is the correction, with the true tokens as prefix.
 
     hidden [R, N, P, H], of the predicting slots -> [R, N, P, E]. Zero where the logits are not corrected: there W2,
     which has no bias, adds exactly nothing.
     """
-    head = cast(DominoHead, draft.head)
+    head = draft.head
     states = head.prefix_states(draft.scaled(ends.embedding_rows(blocks.previous_ids)))  # [R, N, P, G]
     latent = head.latent(hidden, states)
     label = torch.arange(latent.shape[2], device=latent.device)
     return latent * (label >= head.pure_draft_prefix_len).unsqueeze(-1)
 
 
-class DominoFiller(Filler):
+class DominoFiller(Filler[DominoHead]):
     """Fills the block left to right: each token is drawn from (or is the argmax of) the logits that the tokens before
     it have corrected, over the whole vocabulary. All state is in tensors; every step is the same work."""
 
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         """As in `Filler`."""
-        head = cast(DominoHead, self.draft.head)
+        head = self.draft.head
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         base = self.draft.logits(slots, self.ends)  # [batch, P, V]
         draws = []
@@ -153,7 +154,7 @@ class DominoFiller(Filler):
         return Proposals.of_draws(draws)
 
 
-class Domino(BlockAlgorithm[DominoDecodingOptions]):
+class Domino(BlockAlgorithm[DominoSection, DominoHead, DominoDecodingOptions]):
     """One forward, then a step of the GRU and the correction for each token: B-1 of them, or B where the anchor's own
     slot predicts (`shift_label`)."""
 
@@ -161,7 +162,7 @@ class Domino(BlockAlgorithm[DominoDecodingOptions]):
     head = DominoHeadConfig
     summary = "Masked block, corrected left to right by a GRU over the block's own tokens"
     paper = "arXiv 2605.29707"
-    section: ClassVar[type[DraftSection]] = DominoSection
+    section = DominoSection
     decoding_options = DominoDecodingOptions
     published_head: ClassVar[dict[str, Any]] = {
         "gru_hidden_dim": 1024,
@@ -180,11 +181,11 @@ class Domino(BlockAlgorithm[DominoDecodingOptions]):
         """SGLang verifies block_size tokens whether labels are shifted or not: of shifted ones the last is not used."""
         return Serving(Served("DFLASH", config.block_for("domino").size), None)
 
-    def objective(self, config: DraftConfig, section: Any) -> Objective:
+    def objective(self, config: DraftConfig, section: DominoSection) -> DominoObjective:
         return DominoObjective(self.block_layout(config), section.objective)
 
-    def filler(self, draft: Draft, ends: TargetEnds, options: DominoDecodingOptions) -> Filler:
-        weight = cast(DominoHead, draft.head).output_weight
+    def filler(self, draft: Draft[DominoHead], ends: TargetEnds, options: DominoDecodingOptions) -> Filler[DominoHead]:
+        weight = draft.head.output_weight
         part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
         count = check_num_proposals(options.num_proposals, layout)
@@ -206,5 +207,7 @@ class Domino(BlockAlgorithm[DominoDecodingOptions]):
             with_table=options.token_table,
         )
 
-    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
+    def stepwise_filler(
+        self, draft: Draft[DominoHead], ends: TargetEnds, num_proposals: int | None = None
+    ) -> Filler[DominoHead]:
         return self.filler(draft, ends, DominoDecodingOptions(num_proposals=num_proposals, rollout="plain"))

@@ -1,10 +1,9 @@
 """Domino's block filled by keys: a step is a GRU cell, a latent and a search, none of which writes a vocabulary."""
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from draftsmith.algorithms.block_drafter import Filler
@@ -27,7 +26,7 @@ GUESSES = 4
 
 
 @dataclass
-class KeyedDominoFiller(Filler):
+class KeyedDominoFiller(Filler[DominoHead]):
     """Fills the block left to right, each step from the key that the step before left in device memory.
 
     ends: the whole target's. part_ends: of the tokens that `search` covers. table: the GRU's input side of every token,
@@ -41,7 +40,7 @@ class KeyedDominoFiller(Filler):
     @classmethod
     def of(
         cls,
-        draft: Draft,
+        draft: Draft[DominoHead],
         ends: TargetEnds,
         layout: BlockLayout,
         num_proposals: int,
@@ -52,7 +51,7 @@ class KeyedDominoFiller(Filler):
     ) -> "KeyedDominoFiller":
         """The filler over this part of the vocabulary; builds the token table and the bounds of W2's rows. Raises
         `DraftsmithError` for a head that the kernels cannot hold."""
-        head = cast(DominoHead, draft.head)
+        head = draft.head
         if uses_kernels(head.output_weight) and head.prefix_gru.hidden_size > MAX_WIDTH:
             raise DraftsmithError(
                 f"domino's GRU has {head.prefix_gru.hidden_size} units; kernels take up to {MAX_WIDTH}: set rollout to "
@@ -61,7 +60,7 @@ class KeyedDominoFiller(Filler):
         scale = draft.config.input_embedding_scale
 
         def weights() -> tuple[Tensor, ...]:
-            return ends.embedding_weight, cast(Tensor, head.prefix_gru.weight_ih_l0)
+            return ends.embedding_weight, head.prefix_gru.weight_ih_l0
 
         table = Derived(weights, lambda rows, weight: token_table(rows, weight, scale)) if with_table else None
         search = Search.of(lambda: head.output_weight, part, pruned=pruned)
@@ -73,13 +72,13 @@ class KeyedDominoFiller(Filler):
     @torch.no_grad()
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         """As in `Filler`."""
-        head = cast(DominoHead, self.draft.head)
+        head = self.draft.head
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         base = self.draft.logits(slots, self.part_ends, head_logits)
         block = self.search.block(base, anchor_ids, sampler)
         width = head.prefix_gru.hidden_size
         # W1 [h; s] = W1_h h + W1_s s, the first for all slots at once.
-        for_hidden, for_state = cast(nn.Linear, head.embed_proj[0]).weight.split((slots.shape[-1], width), dim=1)
+        for_hidden, for_state = head.latent_weight.split((slots.shape[-1], width), dim=1)
         from_hidden = functional.linear(slots, for_hidden)  # [batch, P, E]
         state, gates = start(len(slots), width, slots.dtype, slots.device)  # [batch, G], and W_h s [batch, 3G]
         guesses = self._guess(block, anchor_ids)
@@ -99,7 +98,7 @@ class KeyedDominoFiller(Filler):
         return tokens, self._input_gates(token_keys(tokens.flatten()), None).sum(0).view(*tokens.shape, -1)
 
     def _input_gates(self, keys: Tensor, known: tuple[Tensor, Tensor] | None) -> Tensor:
-        weight = cast(Tensor, cast(DominoHead, self.draft.head).prefix_gru.weight_ih_l0)
+        weight = self.draft.head.prefix_gru.weight_ih_l0
         scale = self.draft.config.input_embedding_scale
         return input_gates(keys, self.ends.embedding_weight, weight, scale=scale, guesses=known)
 
@@ -113,8 +112,8 @@ class KeyedDominoFiller(Filler):
         for_state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Reads the token of `keys` [batch]: the state after it, the latent, and W_h times that state."""
-        gru = cast(DominoHead, self.draft.head).prefix_gru
-        weight_hh = cast(Tensor, gru.weight_hh_l0)
+        gru = self.draft.head.prefix_gru
+        weight_hh = gru.weight_hh_l0
         if self.table is None:
             return advance(self._input_gates(keys, known), gates, state, from_hidden, for_state, weight_hh)
         return advance(self.table(), gates, state, from_hidden, for_state, weight_hh, previous=keys)

@@ -12,16 +12,17 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from draftsmith.algorithms.algorithm import BlockOutputs, DraftSection, Objective, Terms
 from draftsmith.algorithms.block_algorithm import BlockAlgorithm
 from draftsmith.algorithms.block_drafter import Filler, check_num_proposals
+from draftsmith.algorithms.block_trainee import BlockOutputs
 from draftsmith.algorithms.drafter import Proposals, Sampler
 from draftsmith.algorithms.dspark_rollout import KeyedDSparkFiller
 from draftsmith.algorithms.labelled import Chosen, HeadOptions
 from draftsmith.algorithms.metrics import acceptance_metrics, calibration_metrics, label_metrics
 from draftsmith.algorithms.rollout import RolloutOptions, check_vocabulary
-from draftsmith.algorithms.section import with_head
+from draftsmith.algorithms.section import DraftSection, with_head
 from draftsmith.algorithms.serving import Served, Serving
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, FixedWeighting
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.layout import BlockKind, BlockLayout
@@ -78,11 +79,6 @@ def _no_confidence_head(option: str, value: float) -> str:
     return f"{option} is {value}, but the draft has no confidence head; leave it out, or set enable_confidence_head"
 
 
-def _head(draft: Draft) -> DSparkHead:
-    assert isinstance(draft.head, DSparkHead)
-    return draft.head
-
-
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -99,8 +95,8 @@ class DSparkObjective:
     options: DSparkObjectiveOptions
     confidence_weight: float | None
 
-    def terms(self, draft: Draft, ends: TargetEnds, outputs: BlockOutputs) -> Terms:
-        head = _head(draft)
+    def terms(self, draft: Draft[DSparkHead], ends: TargetEnds, outputs: BlockOutputs) -> Terms:
+        head = draft.head
         blocks = reachable(outputs.blocks)
         hidden = self.layout.predicting(outputs.hidden, dim=2)  # [R, N, P, H]
         previous = head.markov_head.embed(blocks.previous_ids)  # [R, N, P, rank]
@@ -132,7 +128,7 @@ class DSparkObjective:
 
     def _vocabulary_terms(
         self,
-        draft: Draft,
+        draft: Draft[DSparkHead],
         ends: TargetEnds,
         outputs: BlockOutputs,
         blocks: Blocks,
@@ -156,7 +152,7 @@ class DSparkObjective:
 
         return cross_entropy_and_l1(
             (chosen.take(hidden), chosen.take(latents)),
-            (_head(draft).markov_head.markov_w2.weight,),
+            (draft.head.markov_head.markov_w2.weight,),
             logits,
             teacher_logits,
             chosen.take(torch.where(blocks.label_mask, blocks.labels, -1)),
@@ -176,7 +172,7 @@ def reachable(blocks: Blocks) -> Blocks:
 
 
 @dataclass
-class DSparkFiller(Filler):
+class DSparkFiller(Filler[DSparkHead]):
     """Left to right: each slot's logits with the bias of the token chosen before it, from which the sampler chooses.
 
     Whether a slot counts under `min_survival` depends on the tokens before it only, so the output does not change.
@@ -186,7 +182,7 @@ class DSparkFiller(Filler):
 
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         """As in `Filler`, with a count where `min_survival` is set."""
-        head = _head(self.draft)
+        head = self.draft.head
         markov = head.markov_head
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         unary = self.draft.logits(slots, self.ends)  # [batch, P, V]
@@ -209,7 +205,7 @@ class DSparkFiller(Filler):
 # --- the method -----------------------------------------------------------------------------------------------------
 
 
-class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
+class DSpark(BlockAlgorithm[DSparkSection, DSparkHead, DSparkDecodingOptions]):
     """One forward, then a step of the bias for each of B tokens; proposals may end where the slots' confidence does
     (`min_survival`)."""
 
@@ -217,12 +213,12 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
     head = DSparkHeadConfig
     summary = "Masked block with a bias from the token before, and a confidence for every slot"
     paper = "arXiv 2607.05147"
-    section: ClassVar[type[DraftSection]] = DSparkSection
+    section = DSparkSection
     decoding_options = DSparkDecodingOptions
     published_head: ClassVar[dict[str, Any]] = {"markov_rank": 256}
     trimming_options: ClassVar[tuple[str, ...]] = ("min_survival",)
 
-    def head_config(self, section: DraftSection) -> dict[str, Any]:
+    def head_config(self, section: DSparkSection) -> dict[str, Any]:
         said = super().head_config(section)
         # A confidence head reads the Markov embedding unless told otherwise.
         return {"confidence_head_with_markov": said["enable_confidence_head"], **said}
@@ -238,7 +234,7 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
         proposals = layout.max_proposals
         return Serving(Served("DSPARK", layout.verify_width(proposals)), Served("dspark", proposals))
 
-    def objective(self, config: DraftConfig, section: Any) -> Objective:
+    def objective(self, config: DraftConfig, section: DSparkSection) -> DSparkObjective:
         options: DSparkObjectiveOptions = section.objective
         weight = options.confidence_weight
         if DSparkHeadConfig.of(config).enable_confidence_head:
@@ -247,10 +243,10 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
             raise DraftsmithError(_no_confidence_head("draft.objective.confidence_weight", weight))
         return DSparkObjective(self.block_layout(config), options, None)
 
-    def filler(self, draft: Draft, ends: TargetEnds, options: DSparkDecodingOptions) -> Filler:
-        if options.min_survival is not None and _head(draft).confidence_head is None:
+    def filler(self, draft: Draft[DSparkHead], ends: TargetEnds, options: DSparkDecodingOptions) -> Filler[DSparkHead]:
+        if options.min_survival is not None and draft.head.confidence_head is None:
             raise DraftsmithError(_no_confidence_head("min_survival", options.min_survival))
-        weight = _head(draft).markov_head.markov_w2.weight
+        weight = draft.head.markov_head.markov_w2.weight
         part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
         count = check_num_proposals(options.num_proposals, layout)
@@ -267,5 +263,7 @@ class DSpark(BlockAlgorithm[DSparkDecodingOptions]):
             min_survival=options.min_survival,
         )
 
-    def stepwise_filler(self, draft: Draft, ends: TargetEnds, num_proposals: int | None = None) -> Filler:
+    def stepwise_filler(
+        self, draft: Draft[DSparkHead], ends: TargetEnds, num_proposals: int | None = None
+    ) -> Filler[DSparkHead]:
         return self.filler(draft, ends, DSparkDecodingOptions(num_proposals=num_proposals, rollout="plain"))

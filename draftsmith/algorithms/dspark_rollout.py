@@ -2,7 +2,6 @@
 token before."""
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from draftsmith.targets.ends import TargetEnds
 
 
 @dataclass
-class KeyedDSparkFiller(Filler):
+class KeyedDSparkFiller(Filler[DSparkHead]):
     """Fills the block left to right, each step from the key that the step before left in device memory.
 
     part_ends: the target's ends for the tokens that `search` covers; min_survival as for the plain filler.
@@ -33,7 +32,7 @@ class KeyedDSparkFiller(Filler):
     @classmethod
     def of(
         cls,
-        draft: Draft,
+        draft: Draft[DSparkHead],
         ends: TargetEnds,
         layout: BlockLayout,
         num_proposals: int,
@@ -43,7 +42,7 @@ class KeyedDSparkFiller(Filler):
         min_survival: float | None,
     ) -> "KeyedDSparkFiller":
         """The filler over this part of the vocabulary; computes the bounds of W2's rows."""
-        head = cast(DSparkHead, draft.head)
+        head = draft.head
         search = Search.of(lambda: head.markov_head.markov_w2.weight, part, pruned=pruned)
         if search.bounds is not None:
             search.bounds()
@@ -52,7 +51,7 @@ class KeyedDSparkFiller(Filler):
     @torch.no_grad()
     def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Sampler) -> Proposals:
         """As in `Filler`, with a count where `min_survival` is set."""
-        head = cast(DSparkHead, self.draft.head)
+        head = self.draft.head
         markov = head.markov_head
         slots = self.predicting(hidden).contiguous()  # [batch, P, H]
         base = self.draft.logits(slots, self.part_ends, head_logits)
@@ -71,7 +70,7 @@ class KeyedDSparkFiller(Filler):
     def _count(self, slots: Tensor, anchor_ids: Tensor, token_ids: Tensor) -> Tensor | None:
         if self.min_survival is None:
             return None
-        head = cast(DSparkHead, self.draft.head)
+        head = self.draft.head
         previous = torch.cat((anchor_ids[:, None], token_ids[:, :-1]), dim=1)  # [batch, P]
         survival = head.confidence(slots, head.markov_head.embed(previous)).sigmoid().cumprod(-1)
         return (survival >= self.min_survival).sum(-1)

@@ -4,26 +4,24 @@ Network, features, decoding and export are DFlash's; only the training blocks di
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from draftsmith.algorithms.algorithm import DraftSection
-from draftsmith.algorithms.dflash import DFlash, DFlashObjectiveOptions
+from draftsmith.algorithms.dflash import PlainBlocks, PlainSection
 from draftsmith.blocks.anchors import VisibleSlots
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
 
 
-class DTASection(DraftSection):
+class DTASection(PlainSection):
     """The recipe's `draft` section for DTA. A prefix of v slots, v in {2, ..., B-1}, is drawn with probability
     proportional to `visible_base`^v; decay weights count from slot v."""
 
     algorithm: Literal["dta"] = "dta"
     visible_base: float = Field(default=0.9, gt=0, allow_inf_nan=False)
-    objective: DFlashObjectiveOptions = DFlashObjectiveOptions()
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class VisiblePrefix:
         return generator.choice(lengths, size=count, p=chances / chances.sum())
 
 
-class DTA(DFlash):
+class DTA(PlainBlocks[DTASection]):
     """DFlash in everything but the training blocks, of which the first slots carry their true tokens."""
 
     name = "dta"
@@ -57,7 +55,7 @@ class DTA(DFlash):
         _check_room(config.block_for("dta").size)
         return super().capture(config)
 
-    def visible_slots(self, section: Any, block_size: int) -> VisibleSlots:
+    def visible_slots(self, section: DTASection, block_size: int) -> VisibleSlots:
         return VisiblePrefix(section.visible_base, block_size)
 
 

@@ -1,9 +1,10 @@
 """The bases of a method's typed options."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from typing_extensions import TypeVar
 
 from draftsmith.drafts.checks import describe
 from draftsmith.errors import DraftsmithError
@@ -24,7 +25,7 @@ class DecodingOptions(Options):
     num_proposals: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
-DecodingT = TypeVar("DecodingT", bound=DecodingOptions)
+DecodingT = TypeVar("DecodingT", bound=DecodingOptions, default=DecodingOptions)
 
 
 def parse_decoding_options(

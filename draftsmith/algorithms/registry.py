@@ -80,12 +80,12 @@ def _unknown(what: str, name: object, known: list[str]) -> str:
     return f"unknown {what} {name!r}; known: {', '.join(known)}{nearest(str(name), known)}"
 
 
-def _check_algorithm(section: Any) -> Any:
+def _check_algorithm(given: Any) -> Any:
     """Name the nearest method when a recipe's own is unknown."""
     names = list(_registered)
-    if isinstance(section, dict) and "algorithm" in section and section["algorithm"] not in names:
-        raise ValueError(_unknown("algorithm", section["algorithm"], names))
-    return section
+    if isinstance(given, dict) and "algorithm" in given and given["algorithm"] not in names:
+        raise ValueError(_unknown("algorithm", given["algorithm"], names))
+    return given
 
 
 class _OfAnyMethod:

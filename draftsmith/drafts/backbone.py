@@ -8,7 +8,7 @@ both go through the same code; which of them a slot sees is decided by the `Bloc
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.rope import Rope, rotate
+from draftsmith.drafts.wrapper import SublayerWrapper
 
 ContextKeysValues = list[tuple[Tensor, Tensor]]
-
-
-class SublayerWrapper(Protocol):
-    """A module around one sublayer, inside the block: `before` on its input, `after` on its output.
-
-    Both take and return [R, N, B, H]; `before` also returns whatever `after` needs of the input.
-    """
-
-    def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def after(self, hidden: Tensor, state: Tensor) -> Tensor: ...
 
 
 WRAPPED_SUBLAYERS = ("attention_conv", "mlp_conv")
@@ -129,7 +119,7 @@ class Layer(nn.Module):
 
     fused = False
 
-    def __init__(self, config: DraftConfig, kind: AttentionKind, wrappers: dict[str, nn.Module]) -> None:
+    def __init__(self, config: DraftConfig, kind: AttentionKind, wrappers: dict[str, SublayerWrapper]) -> None:
         super().__init__()
         self.self_attn = Attention(config, kind)
         self.mlp = MLP(config)
@@ -176,7 +166,7 @@ class Layer(nn.Module):
         """
         inner, state = self._normed(self.input_layernorm, hidden), None
         if self.attention_conv is not None:
-            inner, state = cast(SublayerWrapper, self.attention_conv).before(inner)
+            inner, state = self.attention_conv.before(inner)
         inner = inner.flatten(1, 2)
         keys, values = self.self_attn.keys_values(inner, cosine, sine)
         queries = self.self_attn.queries(inner, cosine, sine)
@@ -187,20 +177,19 @@ class Layer(nn.Module):
         out = self.self_attn.output(mixed).unflatten(1, hidden.shape[1:3])
         if self.attention_conv is not None:
             assert state is not None
-            out = cast(SublayerWrapper, self.attention_conv).after(out, state)
+            out = self.attention_conv.after(out, state)
         hidden = hidden + out
         inner = self._normed(self.post_attention_layernorm, hidden)
         if self.mlp_conv is None:
             return hidden + self.mlp(inner)
-        around = cast(SublayerWrapper, self.mlp_conv)
-        inner, state = around.before(inner)
-        return hidden + around.after(self.mlp(inner), state)
+        inner, state = self.mlp_conv.before(inner)
+        return hidden + self.mlp_conv.after(self.mlp(inner), state)
 
     def _normed(self, norm: nn.Module, hidden: Tensor) -> Tensor:
         """The norm; in compiled code the backward makes it again, which costs less than keeping it is worth."""
-        if self.fused and torch.is_grad_enabled():
-            return cast(Tensor, checkpoint(norm, hidden, use_reentrant=False))
-        return cast(Tensor, norm(hidden))
+        again = self.fused and torch.is_grad_enabled()
+        normed: Tensor = checkpoint(norm, hidden, use_reentrant=False) if again else norm(hidden)
+        return normed
 
 
 @cache
@@ -275,7 +264,7 @@ class Backbone(nn.Module):
                 )
             else:
                 hidden = layer(hidden, cosine, sine, layer_context, attend)
-        if not self.fused:
-            return cast(Tensor, self.norm(hidden))
-        _of_any_size(1, hidden)
-        return cast(Tensor, compiled(RMSNorm.forward)(self.norm, hidden))
+        if self.fused:
+            _of_any_size(1, hidden)
+        normed: Tensor = compiled(RMSNorm.forward)(self.norm, hidden) if self.fused else self.norm(hidden)
+        return normed

@@ -9,11 +9,12 @@ block's first one count as zero: nothing crosses the block's edge.
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafts.wrapper import SublayerWrapper
 from draftsmith.kernels.layers.block_convolution import convolve
 
 
-class BlockConvolution(nn.Module):
-    """The two convolutions around one sublayer, a `SublayerWrapper`: `before` on its input, `after` on its output.
+class BlockConvolution(SublayerWrapper):
+    """The two convolutions around one sublayer: `before` on its input, `after` on its output.
 
     Both sets of deltas come from the sublayer's layer-normed input. Parameters, named as in files: `base_kernel`
     [2, K, H] (before, after) and `kernel_projection` H -> 2*K*groups. Fresh ones change nothing.

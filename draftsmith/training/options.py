@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.base.fields import PlaceField
 from draftsmith.errors import DraftsmithError
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -49,7 +49,8 @@ class Parallel:
         """Around the forward and backward of one micro-batch: gradients are exchanged at the `last` one only, and
         weights that were gathered for the first serve all."""
         if self.sharded:
-            module = cast(FSDPModule, self.forward)
+            module = self.forward
+            assert isinstance(module, FSDPModule)
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)
             yield
@@ -62,7 +63,8 @@ class Parallel:
     def after_forward_only(self) -> None:
         """Let go of weights that were gathered for a forward without a backward."""
         if self.sharded:
-            cast(FSDPModule, self.forward).reshard()
+            assert isinstance(self.forward, FSDPModule)
+            self.forward.reshard()
 
     def norms(self, gradients: list[Tensor]) -> Tensor:
         """The norm of every gradient [len(gradients)], of the whole one where this process holds a part."""

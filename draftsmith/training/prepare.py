@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration
 
-from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.algorithms.trainee import Computation
 from draftsmith.base.devices import parse_device, resolve_device
 from draftsmith.drafts.draft import Draft

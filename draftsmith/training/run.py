@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.algorithms.algorithm import DraftSection
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.identity import Provenance
 from draftsmith.parallel.processes import raise_together

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.build import copied_fields, draft_config
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError

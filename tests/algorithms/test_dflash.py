@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import BlockOutputs, Terms
+from draftsmith.algorithms.block_trainee import BlockOutputs
 from draftsmith.algorithms.dflash import DFlashObjectiveOptions, DFlashSection
 from draftsmith.algorithms.dta import DTASection
 from draftsmith.algorithms.options import Options
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, DPaceWeighting, UniformWeighting
 from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.masks import AttentionBackend, training_attention

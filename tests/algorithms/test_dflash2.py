@@ -8,10 +8,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import BlockOutputs, Terms
+from draftsmith.algorithms.block_trainee import BlockOutputs
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash2 import DFlash2ObjectiveOptions, DFlash2Section
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, DPaceWeighting, UniformWeighting
 from draftsmith.blocks.anchors import Anchors
 from draftsmith.decoding.sampler import RowSampler

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from draftsmith.algorithms.algorithm import BlockOutputs, Terms
+from draftsmith.algorithms.block_trainee import BlockOutputs
 from draftsmith.algorithms.domino import DominoFiller, DominoObjectiveOptions, DominoSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, UniformWeighting
 from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.masks import AttentionBackend, training_attention

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.algorithms.algorithm import BlockOutputs, Terms
+from draftsmith.algorithms.block_trainee import BlockOutputs
 from draftsmith.algorithms.dspark import DSparkObjectiveOptions, DSparkSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.trainee import Terms
 from draftsmith.algorithms.weighting import DecayWeighting, UniformWeighting
 from draftsmith.blocks.anchors import Anchors
 from draftsmith.blocks.blocks import Blocks

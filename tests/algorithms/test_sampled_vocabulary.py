@@ -2,9 +2,9 @@
 
 import torch
 
-from draftsmith.algorithms.algorithm import Terms
 from draftsmith.algorithms.dflash import DFlashObjectiveOptions, DFlashSection
 from draftsmith.algorithms.sampled_vocabulary import SampledVocabulary
+from draftsmith.algorithms.trainee import Terms
 from tests.algorithms.test_dflash import VOCAB, anchors_for, features_of, make_draft, terms_of
 from tests.blocks.packed import ragged_batch
 from tests.support.tiny import tiny_target

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from draftsmith.algorithms.dflash2 import DFlash2
-from draftsmith.algorithms.dflash2_path import selector_of
 from draftsmith.algorithms.options import DecodingOptions
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.bench.anchors import proposals_at
@@ -53,7 +52,7 @@ def test_chances_of_a_selector_are_among_its_candidates_also_where_kernels_propo
 
     target = tiny_target("llama", num_layers=2, vocab_size=300)
     draft = tiny_draft(target, architecture="dflash2", block_size=5, head=SELECTOR)
-    selector = selector_of(draft)
+    selector = draft.head.candidate_selector
     selector.successor_codebook.mul_(4.0)
     text = torch.randint(300, (18,)).tolist()
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.registry import algorithm, all_algorithms
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.drafts.draft import Draft
 from draftsmith.targets.target import Target
 from tests.support.tiny_draft import scramble

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.algorithms.algorithm import DraftSection
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash import DFlashSection
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.algorithms.section import DraftSection
 from draftsmith.features.identity import target_identity
 from draftsmith.features.manifest import StoreHeader
 from draftsmith.features.reader import Store

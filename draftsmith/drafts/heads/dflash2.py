@@ -19,6 +19,7 @@ from draftsmith.drafts.checks import PositiveInt
 from draftsmith.drafts.convolution import BlockConvolution
 from draftsmith.drafts.fields import Note
 from draftsmith.drafts.heads.head import DraftSizes, HeadConfig
+from draftsmith.drafts.wrapper import SublayerWrapper
 from draftsmith.layouts.consumers import BARE
 from draftsmith.layouts.spelling import HeadSpelling, SpeculatorsSpelling
 
@@ -50,7 +51,7 @@ class DFlash2HeadConfig(HeadConfig):
     def build(self, sizes: DraftSizes) -> "DFlash2Head":
         return DFlash2Head(self, sizes)
 
-    def wrappers(self, sizes: DraftSizes) -> dict[str, nn.Module]:
+    def wrappers(self, sizes: DraftSizes) -> dict[str, SublayerWrapper]:
         """The convolutions of one layer."""
         return {name: self._convolution(sizes) for name in ("attention_conv", "mlp_conv")}
 

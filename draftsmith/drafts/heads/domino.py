@@ -6,7 +6,7 @@ anchor to j - 1: logits = b + W2 SiLU(W1 [h; s]), where b are the logits of the 
 """
 
 from collections.abc import Iterable
-from typing import Annotated, cast
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,16 @@ class DominoHeadConfig(HeadConfig):
             )
 
 
+class PrefixGRU(nn.GRU):
+    """One layer without bias: `weight_ih_l0` [3G, H], `weight_hh_l0` [3G, G]."""
+
+    weight_ih_l0: Tensor
+    weight_hh_l0: Tensor
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__(input_size, hidden_size, bias=False, batch_first=True)
+
+
 class DominoHead(nn.Module):
     """Prefix encoder and correction; parameters are named as in files.
 
@@ -64,7 +74,7 @@ class DominoHead(nn.Module):
     def __init__(self, fields: DominoHeadConfig, sizes: DraftSizes) -> None:
         super().__init__()
         self.pure_draft_prefix_len = fields.pure_draft_prefix_len
-        self.prefix_gru = nn.GRU(sizes.hidden_size, fields.gru_hidden_dim, bias=False, batch_first=True)
+        self.prefix_gru = PrefixGRU(sizes.hidden_size, fields.gru_hidden_dim)
         self.embed_proj = nn.Sequential(
             nn.Linear(sizes.hidden_size + fields.gru_hidden_dim, fields.emb_dim, bias=False),
             nn.SiLU(),
@@ -72,9 +82,14 @@ class DominoHead(nn.Module):
         )
 
     @property
+    def latent_weight(self) -> Tensor:
+        """W1 [E, H + G]."""
+        return _weight(self.embed_proj[0])
+
+    @property
     def output_weight(self) -> Tensor:
         """W2 [V, E]."""
-        return cast(nn.Linear, self.embed_proj[2]).weight
+        return _weight(self.embed_proj[2])
 
     def prefix_states(self, embeddings: Tensor) -> Tensor:
         """Embeddings [..., P, H] of the tokens from the anchor on -> the state after each of them [..., P, G]."""
@@ -87,8 +102,7 @@ class DominoHead(nn.Module):
 
     def read(self, state: Tensor, embeddings: Tensor) -> Tensor:
         """One more token: state [batch, G], embeddings [batch, H] -> [batch, G]."""
-        gru = self.prefix_gru
-        return torch.gru_cell(embeddings, state, cast(Tensor, gru.weight_ih_l0), cast(Tensor, gru.weight_hh_l0))
+        return torch.gru_cell(embeddings, state, self.prefix_gru.weight_ih_l0, self.prefix_gru.weight_hh_l0)
 
     def latent(self, hidden: Tensor, state: Tensor) -> Tensor:
         """SiLU(W1 [h; s]): hidden [..., H], state [..., G] -> [..., E]."""
@@ -104,3 +118,8 @@ class DominoHead(nn.Module):
     def correction(self, latent: Tensor, output_weight: Tensor | None = None) -> Tensor:
         """W2 latent: [..., E] -> [..., V]; output_weight as for `correct`."""
         return nn.functional.linear(latent, self.output_weight if output_weight is None else output_weight)
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    assert isinstance(layer, nn.Linear)
+    return layer.weight

@@ -9,6 +9,7 @@ from torch import nn
 
 from draftsmith.drafts.checks import DraftConfigError, describe
 from draftsmith.drafts.shapes import BlockShape
+from draftsmith.drafts.wrapper import SublayerWrapper
 from draftsmith.layouts.spelling import HeadSpelling, Member
 
 
@@ -53,7 +54,7 @@ class HeadConfig(BaseModel):
         of their own define `reset_parameters()`; `nn.Linear` and `nn.Embedding` weights are drawn by the draft."""
         return None
 
-    def wrappers(self, sizes: DraftSizes) -> dict[str, nn.Module]:
+    def wrappers(self, sizes: DraftSizes) -> dict[str, SublayerWrapper]:
         """Modules around one layer's sublayers, by the names in `backbone.WRAPPED_SUBLAYERS`."""
         return {}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftsmith.algorithms.dflash2_path import DFlash2Filler, selector_of
+from draftsmith.algorithms.dflash2_path import DFlash2Filler
 from draftsmith.algorithms.dflash2_rollout import KernelDFlash2Filler
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import SamplingOptions
@@ -104,7 +104,7 @@ def test_the_proposer_with_kernels_is_the_plain_one(sampling: SamplingOptions) -
     target = tiny_target("llama", vocab_size=VOCAB)
     head = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 7}
     draft = tiny_draft(target, block_size=6, architecture="dflash2", head=head)
-    selector_of(draft).successor_codebook.mul_(4.0)
+    draft.head.candidate_selector.successor_codebook.mul_(4.0)
     plain = filler_of("dflash2", draft, target.ends, 4)
     assert isinstance(plain, DFlash2Filler)
     kernels = KernelDFlash2Filler(plain.draft, plain.ends, plain.layout, plain.num_proposals)
