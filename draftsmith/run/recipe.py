@@ -120,6 +120,18 @@ class Recipe(Section, RunFiles):
                 raise ValueError(str(error)) from error
         return train
 
+    @field_validator("train")
+    @classmethod
+    def _documents_fit_into_rows(cls, train: TrainOptions, info: ValidationInfo) -> TrainOptions:
+        data = info.data.get("data")
+        # The default suits the default of the other; documents that are longer than a row are found by their lengths.
+        if data is not None and "max_length" in data.model_fields_set and data.max_length > train.tokens_per_row:
+            raise ValueError(
+                f"tokens_per_row is {train.tokens_per_row}, less than data.max_length {data.max_length}: a document "
+                "has to fit into a row; raise the one or lower the other"
+            )
+        return train
+
     @field_validator("engine")
     @classmethod
     def _the_method_has_these_options(cls, engine: EngineOptions, info: ValidationInfo) -> EngineOptions:

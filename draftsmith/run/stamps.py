@@ -65,6 +65,11 @@ class Stamps:
         stamp = self._read(stage)
         return stamp["settings"] if stamp is not None and stamp["finished"] else None
 
+    def begun(self, stage: str) -> tuple[dict[str, Any], bool] | None:
+        """The settings of a stage that was begun, and whether it is finished; None for one that was not."""
+        stamp = self._read(stage)
+        return None if stamp is None else (stamp["settings"], bool(stamp["finished"]))
+
     def forget(self, stage: str, outputs: Sequence[Path]) -> None:
         """Removes a stage's stamp and outputs."""
         self._path(stage).unlink(missing_ok=True)

@@ -15,8 +15,10 @@ from draftsmith.capture.imports import ImportOptions, import_features
 from draftsmith.capture.remask import remask
 from draftsmith.capture.run import capture
 from draftsmith.data.conversations import read_conversations
+from draftsmith.data.mask_token import check_mask_token
 from draftsmith.data.sample import Conversation, Sample
 from draftsmith.data.tokenize import tokenize_all
+from draftsmith.drafts.config import DraftConfig
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE, StoreError, read_manifest
 from draftsmith.features.schema import CaptureLayout
@@ -38,9 +40,10 @@ class StoreStages(Stages):
 
         def work() -> None:
             use_own_device()
-            target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._info
+            # What the recipe and the data have of faults is found before the target is loaded.
             layout = self._capture_layout()
             samples = self._samples(conversations)
+            target = self.target if BACKENDS[recipe.capture.backend].loads_target else self._info
             report = capture(target, samples, layout, directory, recipe.capture, self._provenance(), self.progress)
             for line in report.lines():
                 self.say(f"features: {line}")
@@ -108,6 +111,12 @@ class StoreStages(Stages):
             raise no_tokenizer(self.recipe.target.path)
         samples, tokenized = tokenize_all(conversations, self._tokenizer, self.recipe.data)
         self.say(f"conversations: {tokenized.line()}")
+        row, longest = self.recipe.train.tokens_per_row, max(samples, key=lambda sample: len(sample.input_ids))
+        if len(longest.input_ids) > row:
+            raise DraftsmithError(
+                f"conversation {longest.id!r} has {len(longest.input_ids)} tokens, and a row of the training takes "
+                f"{row} (train.tokens_per_row); raise that, or cut conversations to it (data.max_length)"
+            )
         return samples
 
     def _final_norm(self) -> nn.Module:
@@ -140,6 +149,8 @@ class StoreStages(Stages):
         }
 
     def _conversations_file(self) -> Path:
+        """What is learnt from. Raises `DraftsmithError` where it is not there, and for answers of this run that are not
+        all there, or were given to other prompts than those that are learnt."""
         source = self.recipe.data.conversations or self.recipe.answers
         if not source.is_file():
             where = "data.conversations" if self.recipe.data.conversations else "the answers of this run"
@@ -147,7 +158,31 @@ class StoreStages(Stages):
                 f"there is no file {source} ({where}); run `draftsmith regenerate` first, or name conversations in "
                 "data.conversations"
             )
+        if self.recipe.data.conversations is None:
+            self._check_answered(source)
         return source
+
+    def _check_answered(self, answers: Path) -> None:
+        begun = self.stamps.begun("regenerate")
+        if begun is None:
+            return
+        settings, finished = begun
+        alone = f"learn from these alone with data.conversations={answers}"
+        if not finished:
+            with answers.open("rb") as file:
+                there = sum(line.endswith(b"\n") for line in file)
+            raise DraftsmithError(
+                f"{answers} holds {there:,} answers to {len(settings['prompts']):,} prompts: `draftsmith regenerate` "
+                f"has not finished; run it again, which goes on where it stopped, or {alone}"
+            )
+        now = self._template_settings()
+        for name in ("system_prompt", "enable_thinking"):
+            then = settings["data"].get(name)
+            if then != now[name]:
+                raise DraftsmithError(
+                    f"the answers of this run were given with data.{name} {then!r}, and it is {now[name]!r} now: they "
+                    f"would be learnt after another prompt than they were given to; set it back, or {alone}"
+                )
 
     def _data_settings(self) -> dict[str, Any]:
         """What decides the samples."""
@@ -161,4 +196,18 @@ class StoreStages(Stages):
         config = draft_config(section, self._info, warm.config if warm else None)
         if warm is not None:
             warm.check(config)  # rather before hours of capture than after them
+        self._check_mask_token(config)
         return algorithm(section.algorithm).capture(config)
+
+    def _check_mask_token(self, config: DraftConfig) -> None:
+        """Raise `DraftsmithError` for a mask token that is in every text. A warm start has the one it was trained with,
+        and is warned of it."""
+        tokenizer = self._tokenizer
+        if config.block is None or tokenizer is None:
+            return
+        try:
+            check_mask_token(config.block.mask_token_id, tokenizer, self.recipe.data, self._info.vocab_size)
+        except DraftsmithError as error:
+            if self.recipe.draft.init_from is None:
+                raise
+            self.say(f"warning: {error}")

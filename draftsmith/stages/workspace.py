@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from draftsmith.algorithms.build import draft_config
 from draftsmith.base.files import file_sha256
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
@@ -123,6 +124,8 @@ class Workspace(StoreStages):
             evaluate = self._evaluation_by_generating(busy) if recipe.train.eval_prompts else None
             origin = self._provenance()
             unfinished = RunCheckpoints(directory / CHECKPOINTS).latest() is not None
+            if recipe.draft.init_from is None and not unfinished:  # a warm start's and a run's own cannot be changed
+                self._check_mask_token(draft_config(recipe.draft, self._info))
             # Features that were computed are good whatever ends the training.
             with closing(source) if isinstance(source, OnlineFeatures) else nullcontext():
                 result = train(

@@ -22,6 +22,7 @@ from draftsmith.kernels.device import need_triton
 from draftsmith.parallel.ranks import process_count
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.info import TargetInfo
+from draftsmith.training.documents import check_fit, tell_masked
 from draftsmith.training.evaluation import Evaluation, split_documents
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loading import TrainingBatches
@@ -86,6 +87,8 @@ def prepare(
     layout = method.capture(start.config)
     origin = (None, None) if provenance is None else (provenance.target, provenance.tokenizer)
     check_store(source.header, layout, *origin)
+    check_fit(source, options.tokens_per_row)
+    tell_masked(source, start.config)
     source = source.carrying(tuple(layout.widths))
 
     accelerator, device = _accelerator(options, track, run_dir)

@@ -27,6 +27,10 @@ class FeatureSource(Protocol):
         """The records of the documents with these numbers; features may be on any device."""
         ...
 
+    def documents_with(self, token: int) -> int:
+        """The number of documents that hold a token."""
+        ...
+
     def carrying(self, features: Collection[str]) -> "FeatureSource":
         """The same documents; records need carry no other features than these."""
         ...
@@ -49,6 +53,9 @@ class StoreSource:
 
     def records(self, documents: Sequence[int]) -> list[Record]:
         return [self.store[document] for document in documents]
+
+    def documents_with(self, token: int) -> int:
+        return self.store.documents_with(token)
 
     def carrying(self, features: Collection[str]) -> "StoreSource":
         return StoreSource(self.store, features)

@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+from draftsmith.features.reader import Store
 from tests.cli.test_cli import fails, run, save_target, walked, write_lines, write_recipe
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -135,3 +137,80 @@ def test_a_capture_follows_the_depth_of_a_draft_that_names_no_taps(tmp_path, tar
     assert status == 0, errors
     status, _, errors = run("capture", recipe, "draft.num_hidden_layers=3", "draft.num_taps=1")
     assert "done already" in errors
+
+
+# --- what is found before any work ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answered(tmp_path, target):
+    """A recipe whose run has answers of a finished `regenerate`."""
+    recipe = write_recipe(tmp_path, target)
+    assert run("regenerate", recipe)[0] == 0
+    return recipe
+
+
+def test_answers_of_an_unfinished_regenerate_are_refused(answered):
+    answers, stamp = answered.parent / "run" / "answers.jsonl", answered.parent / "run" / "stages" / "regenerate.json"
+    content = json.loads(stamp.read_text())
+    stamp.write_text(json.dumps(content | {"finished": False}))
+    answers.write_text("".join(answers.read_text().splitlines(keepends=True)[:2]))
+    for command in (["capture", answered], ["train", answered, "train.features=online"]):
+        errors = fails(*command)
+        assert "holds 2 answers to 6 prompts: `draftsmith regenerate` has not finished; run it again" in errors
+        assert f"data.conversations={answers}" in errors
+    assert not (answered.parent / "run" / "features").exists()
+    assert run("capture", answered, f"data.conversations={answers}")[0] == 0
+    assert run("regenerate", answered)[0] == 0
+    assert len(answers.read_text().splitlines()) == 6
+
+
+def test_answers_are_learnt_after_the_prompts_that_they_were_given_to(answered):
+    errors = fails("capture", answered, "data.system_prompt=be brief")
+    assert "were given with data.system_prompt 'template', and it is 'be brief' now" in errors
+    answers = answered.parent / "run" / "answers.jsonl"
+    assert run("capture", answered, "data.system_prompt=be brief", f"data.conversations={answers}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [("<|im_end|>", "the tokenizer's eos token"), ("<|im_start|>", "written by the chat template into every")],
+)
+def test_a_mask_token_that_is_in_every_text_is_refused(answered, token, reason):
+    number = tiny_tokenizer().convert_tokens_to_ids(token)
+    recipe = [answered, f"draft.mask_token_id={number}"]
+    errors = fails("capture", *recipe)
+    assert f"draft.mask_token_id is {number} ('{token}'), which is {reason}" in errors
+    assert f"such as {len(tiny_tokenizer())}, the first of 1 that the tokenizer does not have" in errors
+    assert run("capture", answered)[0] == 0
+    assert f"which is {reason}" in fails("train", *recipe)
+    assert not (answered.parent / "run" / "train" / "checkpoints").exists()
+
+
+def test_a_mask_token_that_documents_hold_is_told(answered, caplog):
+    word = tiny_tokenizer().convert_tokens_to_ids("a")
+    assert run("capture", answered)[0] == 0
+    for features in ("store", "online"):
+        caplog.clear()
+        where = f"run={answered.parent / features}"
+        conversations = f"data.conversations={answered.parent / 'run' / 'answers.jsonl'}"
+        assert run("capture", answered, where, conversations)[0] == 0
+        settings = [where, conversations, f"train.features={features}", f"draft.mask_token_id={word}"]
+        status, _, errors = run("train", answered, *settings)
+        assert status == 0, errors
+        store = Store.open(answered.parent / features / "features")
+        held = sum(bool((record.input_ids == word).any()) for record in store)
+        assert f"the mask token {word} occurs in {held} of the 6 documents" in caplog.text
+        assert 0 < held <= 6
+
+
+def test_documents_that_do_not_fit_into_a_row_are_found_before_any_work(answered):
+    errors = fails("regenerate", answered, "data.max_length=97")
+    assert "tokens_per_row is 96, less than data.max_length 97" in errors
+    errors = fails("capture", answered, "train.tokens_per_row=20")
+    assert "tokens, and a row of the training takes 20 (train.tokens_per_row)" in errors
+    assert not (answered.parent / "run" / "features").exists()
+    assert run("capture", answered)[0] == 0
+    errors = fails("train", answered, "train.tokens_per_row=20")
+    assert "train.tokens_per_row is 20, and 6 of the 6 documents" in errors
+    assert not (answered.parent / "run" / "train" / "checkpoints").exists()

@@ -336,7 +336,7 @@ def test_a_store_of_other_taps_or_another_target_is_refused(target, store, run_d
 
 def test_a_document_longer_than_a_row_is_named(target, store, run_dir):
     longest = {store.sample_ids[i] for i in range(len(store)) if store.lengths[i] == max(store.lengths)}
-    with pytest.raises(DraftsmithError, match=f"sample '({'|'.join(longest)})' has {max(store.lengths)} tokens"):
+    with pytest.raises(DraftsmithError, match=f"'({'|'.join(longest)})' has {max(store.lengths)} tokens"):
         run(target, store, run_dir, options(tokens_per_row=max(store.lengths) - 1, eval_share=0.0))
 
 
