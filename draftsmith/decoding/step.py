@@ -16,6 +16,7 @@ from draftsmith.decoding.rng import Stream, uniform_pair
 from draftsmith.decoding.sampler import RowSampler
 from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distribution, draw_token
 from draftsmith.decoding.state import row_sampling
+from draftsmith.decoding.tree import Tree, along, states_along, walk
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.state.commit import commit
@@ -64,15 +65,23 @@ class Stepper:
         anchors, anchor, positions, valid = open_step(state, width=self.width, own=self.width, num_ids=1, window=window)
         sampler = RowSampler(sampling, state.seeds, anchors)
         proposals = self.drafter.propose(_present(slots.draft), anchors, anchor[:, 0], extent, sampler)
-        if proposals.parents is not None:
-            raise DraftsmithError("the drafter proposes a tree, and the engine verifies chains; leave parents out")
         if proposals.states is not None:
             mark_not_finite(state, proposals.states)
         ids = torch.cat((anchor, proposals.token_ids), dim=1)  # [slots, w]
         cache = slots.target_cache.view(extent)
-        states = self._run_target(cache, ids, positions, valid, final_state=True, tentative=True)
-        self._commit(state, _present(states.final_state), proposals, sampling)
-        cache.keep(state.committed)
+        if proposals.parents is None:
+            states = self._run_target(cache, ids, positions, valid, final_state=True, tentative=True)
+            self._commit(state, _present(states.final_state), proposals, sampling)
+            cache.keep(state.committed)
+        else:
+            tree = Tree.of(proposals.parents)
+            positions, own = tree.positions(anchors, window), self.width * valid.clamp(max=1)
+            states = self._run_target(
+                cache, ids, positions, own, final_state=True, tentative=True, ancestors=tree.ancestors
+            )
+            path = self._commit_tree(state, _present(states.final_state), proposals, tree, sampling)
+            cache.keep(state.committed, anchors[:, None] + path)
+            ids, states = along(path, ids), states_along(path, states)
         self.drafter.update(_present(slots.draft), ids, states, anchors, state.committed)
 
     @torch.no_grad()
@@ -106,24 +115,41 @@ class Stepper:
         return StatesWanted() if self.drafter is None else self.drafter.wants
 
     def _run_target(
-        self, cache: TargetCache, ids: Tensor, positions: Tensor, valid: Tensor, *, final_state: bool, tentative: bool
+        self,
+        cache: TargetCache,
+        ids: Tensor,
+        positions: Tensor,
+        valid: Tensor,
+        *,
+        final_state: bool,
+        tentative: bool,
+        ancestors: Tensor | None = None,
     ) -> TargetStates:
-        """Target states of ids [slots, w] at positions [slots, w], with those that the drafter wants. valid and
-        tentative: as for `Target.forward`."""
-        taps = self._wants.tap_ids
+        """Target states of ids [slots, w] at positions [slots, w], with those that the drafter wants. valid, tentative
+        and ancestors: as for `Target.forward`."""
         return self.target.forward(
-            ids, positions, tap_ids=taps, final_state=final_state, cache=cache, valid=valid, tentative=tentative
+            ids,
+            positions,
+            tap_ids=self._wants.tap_ids,
+            final_state=final_state,
+            cache=cache,
+            valid=valid,
+            tentative=tentative,
+            ancestors=ancestors,
         )
 
-    def _choose(self, state: DecodingState, final_state: Tensor, sampling: RowSampling) -> TokenChoice:
-        """The target's own token at each position: final_state [slots, w, H] -> ids and finite [slots, w].
+    def _choose(
+        self, state: DecodingState, final_state: Tensor, sampling: RowSampling, depth: Tensor | None = None
+    ) -> TokenChoice:
+        """The target's own token at each position: final_state [slots, w, H] -> ids and finite [slots, w]. depth
+        [slots, w] int64: how many output positions after the first each one stands (None: 0, 1, ...).
 
         Greedy rows take it from the same operation whether or not others draw, so that they get the same.
         """
         if sampling.greedy:
             return self.target.ends.argmax(final_state)
         logits = self.target.ends.project(final_state)  # [slots, w, V]
-        drawn = draw_token(distribution(logits, sampling), self._noise(state, logits.shape[1])[0])
+        drawn = draw_token(distribution(logits, sampling), self._noise(state, logits.shape[1], depth)[0])
         finite = logits.amax(-1).isfinite()
         if not sampling.bounds.some_greedy:
             return TokenChoice(drawn, finite)
@@ -146,6 +172,22 @@ class Stepper:
             verdict, finite = self._verify_sampled(state, final_state, proposals, proposals.q, sampling)
             commit(state, verdict.token_ids, verdict.count, finite)
 
+    def _commit_tree(
+        self, state: DecodingState, final_state: Tensor, proposals: Proposals, tree: Tree, sampling: RowSampling
+    ) -> Tensor:
+        """Verifies a tree and commits: final_state [slots, w, H] -> the path [slots, w] int64 (`decoding.tree.Walk`).
+
+        Raises `DraftsmithError` for proposals that were drawn: acceptance by their distribution is for chains.
+        """
+        if proposals.q is not None:
+            raise DraftsmithError("the drafter draws a tree's tokens from a distribution; only chains may be drawn")
+        choice = self._choose(state, final_state, sampling, tree.depth)
+        walked = walk(choice.ids, proposals.token_ids, tree, proposals.count)
+        beyond = torch.arange(self.width, device=state.length.device) >= walked.verdict.count[:, None]
+        finite = along(walked.path, choice.finite) | beyond  # other nodes say nothing about the row
+        commit(state, walked.verdict.token_ids, walked.verdict.count, finite)
+        return walked.path
+
     def _verify_sampled(
         self, state: DecodingState, final_state: Tensor, proposals: Proposals, q: Tensor, sampling: RowSampling
     ) -> tuple[Verdict, Tensor]:
@@ -165,9 +207,11 @@ class Stepper:
         )
         return verdict, torch.where(greedy[:, None], choice.finite, finite)
 
-    def _noise(self, state: DecodingState, width: int) -> tuple[Tensor, Tensor]:
-        """The numbers of the next `width` output positions, [slots, width] fp64 each (`Stream.TOKEN`)."""
-        positions = state.length[:, None] + torch.arange(width, device=state.length.device)
+    def _noise(self, state: DecodingState, width: int, depth: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The numbers of the next `width` output positions, or of those at depth [slots, width] int64 after the first,
+        [slots, width] fp64 each (`Stream.TOKEN`)."""
+        ahead = torch.arange(width, device=state.length.device) if depth is None else depth
+        positions = state.length[:, None] + ahead
         return uniform_pair(state.seeds[:, None], positions, Stream.TOKEN)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.errors import DraftsmithError
 from draftsmith.targets.cache import LayerCache, Room
 from draftsmith.targets.layers import LayerKind, register_layer_kind
 from draftsmith.targets.layers.kind import replaced_forward
@@ -98,6 +99,8 @@ def _run(mixer: GatedRecurrence, index: int, run: CachedPass, hidden_states: Ten
     """One pass over what the cache keeps."""
     cache = run.cache.layers[index]
     assert isinstance(cache, StateCache)
+    if run.ancestors is not None:
+        raise DraftsmithError("the layer keeps a state, which follows one path of tokens and no tree; propose a chain")
     assert run.valid is not None
     state = torch.where(run.positions[:, :1] == 0, 0.0, cache.state)  # a text begins
     outputs = []
