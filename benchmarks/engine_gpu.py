@@ -29,7 +29,7 @@ from draftsmith.decoding.graphs import StepGraphs
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.pool import SlotPool
 from draftsmith.decoding.request import Request
-from draftsmith.decoding.sampling import SamplingBounds, SamplingOptions
+from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.fused import FusedDraft
@@ -110,11 +110,17 @@ def loaded(engine: Engine, batch: int, context: int) -> SlotPool:
     """Slots with rows of `context` tokens, whose caches hold noise: what a step costs does not depend on it."""
     prompts = [[1] * context] * batch
     engine.submit(Request.of(prompts, max_new_tokens=ROOM, sampling=SamplingOptions(), seed=0))
-    engine._admit()
-    pool = engine.pool
+    scheduler, runner = engine.scheduler, engine.runner
+    shape = scheduler.shape_wanted()
+    assert shape is not None
+    runner.make(shape)
+    scheduler.move_in(shape)
+    for placement in scheduler.admit():
+        runner.place(placement)
+    scheduler.prefilling.clear()
+    scheduler.groups.clear()
+    pool = runner.pool
     assert pool is not None
-    pool.prefilling.clear()
-    engine._groups.clear()
     for tensor in pool.target_cache.tensors:
         tensor.normal_()
     if isinstance(pool.draft, ContextCache):
@@ -135,11 +141,13 @@ def pool_bytes(pool: SlotPool) -> int:
 def step_graph(engine: Engine, batch: int, context: int) -> tuple[Callable[[], None], float, float]:
     """A replay of the step graph; seconds of the first, eager, step and of the capture."""
     pool = loaded(engine, batch, context)
-    slots, extent, bounds = pool.rows(0, batch), engine._extent(pool, batch), SamplingBounds()
+    plan = engine.scheduler.next_step()
+    assert plan is not None
+    slots = pool.rows(0, batch)
     graphs = StepGraphs(engine.target.device, 4)
 
     def run() -> None:
-        graphs.run("step", lambda: engine.stepper.step(slots, extent, bounds))
+        graphs.run("step", lambda: engine.runner.stepper.step(slots, plan.extent, plan.bounds))
 
     seconds = []
     for _ in range(2):
@@ -274,8 +282,8 @@ class Bench:
                 engine.step()
             torch.cuda.synchronize()
             seconds = time.perf_counter() - begin
-            assert engine.pool is not None
-            over = torch.cuda.max_memory_allocated() - before - pool_bytes(engine.pool)
+            assert engine.runner.pool is not None
+            over = torch.cuda.max_memory_allocated() - before - pool_bytes(engine.runner.pool)
             say(
                 part="prefill", tokens=length, chunk=chunk, seconds=round(seconds, 2),
                 tokens_per_second=round(length / seconds), over_gb=round(over / 1e9, 3),
@@ -294,8 +302,8 @@ class Bench:
         prefill = time.perf_counter() - begin
         for _ in range(8):
             engine.step()
-        assert engine.pool is not None
-        caches = pool_bytes(engine.pool)
+        assert engine.runner.pool is not None
+        caches = pool_bytes(engine.runner.pool)
         say(
             part="memory", batch=8, context=2048, caches_gb=round(caches / 1e9, 3),
             over_gb=round((torch.cuda.max_memory_allocated() - before - caches) / 1e9, 3),

@@ -135,7 +135,7 @@ def measured(
     longest = max(requests, key=lambda request: len(request.prompts[0]))
     engine.decode(longest)
     if eager_prompts:
-        engine._prompt_graphs = None  # as if there were none; the widths stay
+        engine.runner.prompt_graphs = None  # as if there were none; the widths stay
     for _ in range(2):
         for request in requests:
             engine.decode(replace(request, max_new_tokens=4))
@@ -195,11 +195,11 @@ def prompts_alone(target: Target, draft: Draft) -> None:
     for rows in (1, 4):
         engine = Engine(target, draft, EngineOptions(slots=rows, max_length=2048))
         engine.decode(_request([[1]] * rows, 1))
-        held = engine._prompt_graphs
+        held = engine.runner.prompt_graphs
         for length in LENGTHS:
             asked, found = _request([[1 + row] * length for row in range(rows)], 1), {}
             for name, graphs in (("graphs", held), ("eager", None)):
-                engine._prompt_graphs = graphs
+                engine.runner.prompt_graphs = graphs
                 for _ in range(2):
                     engine.decode(asked)
                 times = []

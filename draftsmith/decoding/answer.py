@@ -1,7 +1,7 @@
-"""One prompt's answer in the making, as the host knows it."""
+"""One prompt's answer in the making, as the host knows it, and what a step adds to it."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
@@ -9,6 +9,8 @@ from draftsmith.decoding.request import Generation, Request
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.state.report import FINISHED, INVALID_DRAFT, INVALID_TARGET, REPORT_HEADER, STOPPED
+
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Fault(StrEnum):
@@ -23,10 +25,10 @@ class Answer:
 
     index: the prompt's place in its request; prompt: its token ids; limit: the length, prompt included, at which it
     ends at the latest. token_ids, accept_lengths: as in `Generation`, so far; finish_reason: None while it goes on.
-    Asynchronous iteration gives the tokens one by one, and steps the engine when there are none to give.
     """
 
-    def __init__(self, request: Request, index: int, window: int, advance: Callable[[], None], dtype: object) -> None:
+    def __init__(self, request: Request, index: int, window: int) -> None:
+        """window: tokens that the target's window has room for."""
         self.index = index
         self.prompt = request.prompts[index]
         self.limit = min(len(self.prompt) + request.max_new_tokens, window)
@@ -35,10 +37,8 @@ class Answer:
         self.seed = request.seeds[index]
         self.token_ids: list[int] = []
         self.accept_lengths: list[int] = []
-        self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
+        self.finish_reason: FinishReason | None = None
         self.fault: Fault | None = None
-        self._advance = advance
-        self._dtype = dtype
         self._launched = 0
         self._most = 0
 
@@ -74,44 +74,47 @@ class Answer:
         """Whether the row has ended by now, whatever was committed to it."""
         return self.finished or self.length + self._launched >= self.limit
 
-    def read(self, report: list[int], *, verified: bool) -> None:
+    def read(self, report: list[int], *, verified: bool) -> "Delta":
         """Takes in what a step did to the row: a line of `DecodingState.report`; verified: by a verify, and not by
         the prefill, which gives the first token."""
         _, committed, flags = report[:REPORT_HEADER]
         if flags & (INVALID_TARGET | INVALID_DRAFT):
             self.fault = Fault.TARGET if flags & INVALID_TARGET else Fault.DRAFT
-            return
-        self.token_ids += report[REPORT_HEADER : REPORT_HEADER + committed]
+            return Delta(self, (), None, self.fault)
+        token_ids = tuple(report[REPORT_HEADER : REPORT_HEADER + committed])
+        self.token_ids += token_ids
         if verified and committed:
             self.accept_lengths.append(committed)
         if flags & FINISHED:
             self.finish_reason = "stop" if flags & STOPPED else "length"
+        return Delta(self, token_ids, self.finish_reason, None)
 
     def generation(self) -> Generation:
         """The result; raises `DraftsmithError` when it is not finished, or could not be."""
-        if self.fault is not None:
-            raise not_finite(self.fault, [self.index], self._dtype)
+        raise_fault([self])
         if self.finish_reason is None or self.finish_reason == "cancelled":
             state = self.finish_reason or "not finished"
             raise DraftsmithError(f"the answer to prompt {self.index} is {state}; there is no result to give")
         return Generation(list(self.token_ids), list(self.accept_lengths), self.finish_reason)
 
-    async def __aiter__(self) -> AsyncIterator[int]:
-        given = 0
-        while True:
-            while given < len(self.token_ids):
-                given += 1
-                yield self.token_ids[given - 1]
-            if self.fault is not None:
-                raise not_finite(self.fault, [self.index], self._dtype)
-            if self.finished:
-                return
-            self._advance()
-            await asyncio.sleep(0)  # lets the readers of other answers have theirs
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to an answer: token_ids, perhaps none; and, with the last of them, why the answer is
+    finished, or whose fault it is that there is none."""
+
+    answer: Answer
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    fault: Fault | None
 
 
-def not_finite(part: Fault, prompts: list[int], dtype: object) -> DraftsmithError:
-    """The error for rows that met numbers which mean nothing."""
-    return DraftsmithError(
-        f"the {part} are NaN or infinite for prompts {prompts}; check the weights, or use a wider dtype than {dtype}"
-    )
+def raise_fault(answers: Iterable[Answer]) -> None:
+    """Raises `DraftsmithError` where some answers met numbers which mean nothing; the target's fault comes first."""
+    faults = {answer.index: answer.fault for answer in answers if answer.fault is not None}
+    for part in Fault:
+        prompts = [index for index, fault in faults.items() if fault is part]
+        if prompts:
+            raise DraftsmithError(
+                f"the {part} are NaN or infinite for prompts {prompts}; check the weights, or use a wider dtype"
+            )

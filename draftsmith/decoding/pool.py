@@ -1,5 +1,6 @@
-"""The slots in which rows are decoded, and all the memory that belongs to them."""
+"""All memory of the slots in which rows are decoded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,42 +24,12 @@ class Slots:
 
 @dataclass
 class SlotPool:
-    """All slots. occupants: the answer that each is working on, or None; prefilling: slots whose prompt is not yet
-    read; max_length: tokens that a row may have; reserved: cache entries a slot, which are more, so that a verify or a
-    block that begins at a row's last token has room. unclean: slots whose last row was cut short, so that their caches
-    may hold numbers that are not finite, which zero weights would not silence; they are zeroed for the next row."""
+    """All slots."""
 
     state: DecodingState
     target_cache: TargetCache
     draft: DraftState | None
-    max_length: int
-    reserved: int
-    occupants: list[Answer | None] = field(init=False)
-    prefilling: set[int] = field(default_factory=set)
-    unclean: set[int] = field(default_factory=set)
     _views: dict[tuple[int, int], Slots] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.occupants = [None] * self.size
-
-    @property
-    def size(self) -> int:
-        """Slots."""
-        return len(self.state.length)
-
-    @property
-    def readable(self) -> int:
-        """Positions of a row that a pass over prompts may touch, padding included: it has ids and cache entries."""
-        return min(self.reserved, self.state.tokens.shape[1])
-
-    @property
-    def idle(self) -> bool:
-        """Whether no slot is in use."""
-        return not any(self.occupants)
-
-    def free_slots(self) -> list[int]:
-        """Slots without a row, lowest first."""
-        return [slot for slot, answer in enumerate(self.occupants) if answer is None]
 
     def rows(self, begin: int, end: int) -> Slots:
         """Slots begin .. end - 1. The views of steps, which begin at 0, are made once: they are many small objects."""
@@ -73,28 +44,22 @@ class SlotPool:
             self._views[begin, end] = slots
         return slots
 
-    def place(self, begin: int, answers: list[Answer]) -> None:
-        """Puts rows into the slots from `begin` on, as they are before prefill: nothing is committed to them yet."""
-        for slot, answer in enumerate(answers, begin):
-            self.occupants[slot] = answer
-            self.prefilling.add(slot)
-        # Not before: until a row is placed, steps compute the slot along, and may leave there again what its last row's
-        # tokens gave.
-        unclean = sorted(self.unclean.intersection(range(begin, begin + len(answers))))
+    def place(self, first: int, answers: Sequence[Answer], unclean: Sequence[int] = ()) -> None:
+        """Puts rows into the slots from `first` on, as they are before prefill: nothing is committed to them yet.
+
+        unclean: those of the slots whose caches may hold numbers that are not finite; they are zeroed. Not before:
+        until a row is placed, steps compute the slot along, and may leave there again what its last row's tokens gave.
+        """
         self.target_cache.erase(unclean)
         if self.draft is not None:
             self.draft.erase(unclean)
-        self.unclean.difference_update(unclean)
-        place(self.state, begin, answers)
+        place(self.state, first, answers)
 
-    def release(self, slots: list[int]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
         """Takes rows out. What steps still compute for their slots lies at the very beginning of the caches."""
         if not slots:
             return
-        index = to_device(torch.tensor(slots), self.state.length.device)
+        index = to_device(torch.tensor(list(slots)), self.state.length.device)
         self.state.finished.index_fill_(0, index, True)
         self.state.length.index_fill_(0, index, 1)
         self.state.limit.index_fill_(0, index, 1)
-        for slot in slots:
-            self.occupants[slot] = None
-            self.prefilling.discard(slot)

@@ -12,12 +12,10 @@ from draftsmith.decoding.answer import Answer
 @dataclass(frozen=True)
 class Pending:
     """A report on its way. lines: a copy of `DecodingState.report` in host memory; done: when it is there (None: at
-    once); first: the slot of its first line; rows: which answer each line was about, None for slots without one;
-    verified: made by a verify."""
+    once); rows: which answer each line is about, None for slots without one; verified: made by a verify."""
 
     lines: Tensor
     done: "torch.cuda.Event | None"
-    first: int
     rows: tuple[Answer | None, ...]
     verified: bool
 
@@ -25,7 +23,7 @@ class Pending:
 class Reports:
     """Reports in the order in which they were made.
 
-    Whose slot a line was about is noted when the step is launched: by the time the line is read, the slot may belong
+    Whose slot a line is about is noted when the step is launched: by the time the line is read, the slot may belong
     to another row.
     """
 
@@ -36,16 +34,16 @@ class Reports:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def push(self, report: Tensor, first: int, rows: tuple[Answer | None, ...], *, verified: bool) -> None:
+    def push(self, report: Tensor, rows: tuple[Answer | None, ...], *, verified: bool) -> None:
         """Sends a report [slots, n] on its way to the host; arguments as in `Pending`."""
         if report.device.type != "cuda":
-            self._pending.append(Pending(report.clone(), None, first, rows, verified))
+            self._pending.append(Pending(report.clone(), None, rows, verified))
             return
         lines = self._buffer(report)
         lines.copy_(report, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        self._pending.append(Pending(lines, done, first, rows, verified))
+        self._pending.append(Pending(lines, done, rows, verified))
 
     def pop(self) -> tuple[list[list[int]], Pending]:
         """The oldest report, as soon as it is there: the one place where the host waits for the device."""

@@ -67,9 +67,10 @@ class Request:
                 raise DraftsmithError(f"prompt {index} is empty; a prompt needs at least one token id")
         return cls(rows, max_new_tokens, sampling, tuple(stop_token_ids), _seeds(seed, len(rows)))
 
-    def check(self, *, vocab_size: int, window: int, draft_positions: int | None) -> None:
+    def check(self, vocab_size: int, window: int, draft_positions: int | None, max_length: int | None) -> None:
         """Refuses what the models cannot take: ids outside [0, vocab_size), prompts that leave no room in the target's
-        `window` of tokens or exceed the draft's positions. Raises `DraftsmithError` naming the numbers."""
+        `window` of tokens, exceed the draft's positions, or may become longer than a slot's max_length. Raises
+        `DraftsmithError` naming the numbers."""
         for index, prompt in enumerate(self.prompts):
             _check_ids(prompt, vocab_size, f"prompt {index}")
             if len(prompt) >= window:
@@ -81,6 +82,12 @@ class Request:
                 raise DraftsmithError(
                     f"prompt {index} has {len(prompt)} tokens, and the draft's max_position_embeddings is "
                     f"{draft_positions}; shorten the prompt, or decode it without a draft"
+                )
+            longest = min(len(prompt) + self.max_new_tokens, window)
+            if max_length is not None and longest > max_length:
+                raise DraftsmithError(
+                    f"prompt {index} has {len(prompt)} tokens and may become {longest} long, but a slot has room for "
+                    f"{max_length} (max_length); shorten it, lower max_new_tokens or raise max_length"
                 )
         _check_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.algorithms.drafter import AnyDrafter, Proposals, StatesWanted
+from draftsmith.algorithms.registry import algorithm_for
+from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.pool import Slots
 from draftsmith.decoding.rng import Stream, uniform_pair
 from draftsmith.decoding.sampler import RowSampler
@@ -18,6 +20,8 @@ from draftsmith.decoding.sampling import RowSampling, SamplingBounds, distributi
 from draftsmith.decoding.state import row_sampling
 from draftsmith.decoding.tree import Tree, along, states_along, walk
 from draftsmith.decoding.verify import Verdict, verify_chosen, verify_sampled
+from draftsmith.drafts.config import check_against_target
+from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.state.commit import commit
 from draftsmith.kernels.state.decoding_state import DecodingState
@@ -38,6 +42,27 @@ class Stepper:
     target: Target
     drafter: AnyDrafter | None
     plain_width: int = 1
+
+    @classmethod
+    def of(cls, target: Target, draft: Draft | None, options: EngineOptions) -> "Stepper":
+        """With the drafter of the draft's method. Raises `DraftsmithError` when draft and target do not fit, and for
+        options that do not apply."""
+        if draft is None:
+            _refuse_draft_options(options)
+            return cls(target, None, options.verify_width or 1)
+        check_against_target(draft.config, target.info)
+        if options.verify_width is not None:
+            raise DraftsmithError(
+                f"verify_width is {options.verify_width}, but with a draft the width follows from the proposals; leave "
+                "it out, or set num_proposals"
+            )
+        if draft.device != target.device:
+            raise DraftsmithError(
+                f"the draft is on {draft.device} and the target on {target.device}; load both on one device"
+            )
+        method = algorithm_for(draft.config)
+        decoding = method.parse_decoding(options.proposer, options.num_proposals)
+        return cls(target, method.drafter(draft, target.ends, decoding))
 
     @property
     def width(self) -> int:
@@ -219,3 +244,9 @@ def _present(part: T | None) -> T:
     """What was asked for, and therefore is there."""
     assert part is not None
     return part
+
+
+def _refuse_draft_options(options: EngineOptions) -> None:
+    for name, value in (("num_proposals", options.num_proposals), ("proposer", options.proposer or None)):
+        if value is not None:
+            raise DraftsmithError(f"{name} is {value!r}, but there is no draft to propose; leave it out")

@@ -60,12 +60,12 @@ class Oracle:
 
     def propose(self, state: Nothing, anchors: Tensor, anchor_ids: Tensor, extent: int, sampler: Sampler) -> Proposals:
         assert self.engine is not None
-        pool = self.engine.pool
+        pool = self.engine.runner.pool
         assert pool is not None
         lengths = pool.state.length.tolist()
         rows = [
             (0, 0) if answer is None else (answer.index, max(lengths[slot] - len(answer.prompt), 0))
-            for slot, answer in enumerate(pool.occupants)
+            for slot, answer in enumerate(self.engine.scheduler.occupants)
         ]
         tokens = [self._row(row, done) for row, done in rows]
         counts = None if self.count is None else [self.count(row, done) for row, done in rows]

@@ -19,11 +19,11 @@ class Rows:
         request = Request.of(
             prompts, max_new_tokens=max_new_tokens, sampling=SamplingOptions(), stop_token_ids=stop, seed=0
         )
-        self.answers = [Answer(request, row, window, lambda: None, torch.float32) for row in range(len(prompts))]
+        self.answers = [Answer(request, row, window) for row in range(len(prompts))]
         longest = max(answer.limit for answer in self.answers)
         cache = StaticCache.allocate([KeysValuesShape(1, 1, 1)], Room(len(prompts), 1, 1, torch.float32, "cpu"))
         state = DecodingState.empty(len(prompts), longest, WIDTH, 2, torch.device("cpu"))
-        self.pool = SlotPool(state, cache, None, longest, longest)
+        self.pool = SlotPool(state, cache, None)
         self.pool.place(0, self.answers)
         state.finished.fill_(False)
 
@@ -127,7 +127,7 @@ def test_a_slot_forgets_the_row_before() -> None:
     rows.commit([[9, 0, 0, 0], [4, 0, 0, 0]], [1, 1])
     rows.pool.release([0])
     request = Request.of([[7, 7]], max_new_tokens=3, sampling=SamplingOptions(0.5, 0.9, 3), seed=[12])
-    fresh = Answer(request, 0, 100, lambda: None, torch.float32)
+    fresh = Answer(request, 0, 100)
     rows.pool.place(0, [fresh])
     state = rows.state
     assert (state.length[0], state.limit[0], state.seeds[0], state.stop_count[0]) == (2, 5, 12, 0)

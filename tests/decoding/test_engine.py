@@ -192,7 +192,7 @@ def test_chunked_prefill_feeds_the_whole_prompt_to_target_and_draft(target: Targ
     answers = engine.submit(greedy(prompts, 2))
     while not all(answer.token_ids for answer in answers):
         engine.step()
-    pool = engine.pool
+    pool = engine.runner.pool
     assert pool is not None
     for row, prompt in enumerate(prompts):
         slot = [len(p) for p in sorted(prompts, key=len, reverse=True)].index(len(prompt))
@@ -240,9 +240,9 @@ def test_states_of_a_block_equal_the_training_forward_at_the_same_anchor(
         num_proposals = 4
 
         def fill(self, hidden: Tensor, anchor_ids: Tensor, sampler: Any) -> Any:
-            assert engine.pool is not None
+            assert engine.runner.pool is not None
             slots = [slots_of[prompt] for prompt in range(len(prompts))]
-            seen.append(((engine.pool.state.length - 1)[slots].tolist(), hidden[slots]))
+            seen.append(((engine.runner.pool.state.length - 1)[slots].tolist(), hidden[slots]))
             return method.fill(hidden, anchor_ids, sampler)
 
     engine = Engine(target, draft)
@@ -309,11 +309,11 @@ def test_a_step_never_waits_for_the_device(target: Target, draft: Draft, drafted
     sampling = SamplingOptions(temperature, 0.9, 20) if temperature else SamplingOptions()
     answers = engine.submit(Request.of(random_prompts(), max_new_tokens=20, sampling=sampling, seed=1))
     engine.step()
-    assert engine.pool is not None
-    slots, bounds = engine.pool.rows(0, 5), SamplingBounds.of(answer.sampling for answer in answers)
+    assert engine.runner.pool is not None
+    slots, bounds = engine.runner.pool.rows(0, 5), SamplingBounds.of(answer.sampling for answer in answers)
     with pytest.MonkeyPatch.context() as patch, NoHost(patch) as watch:
-        engine.stepper.step(slots, engine.pool.reserved, bounds)
-        engine.stepper.step(slots, engine.pool.reserved, bounds)
+        engine.runner.stepper.step(slots, engine.scheduler.shape.reserved, bounds)
+        engine.runner.stepper.step(slots, engine.scheduler.shape.reserved, bounds)
         assert watch.calls > 100
         with pytest.raises(AssertionError):
             engine.step()  # it reads what happened
@@ -343,5 +343,5 @@ def test_weights_keep_no_gradient(target: Target, draft: Draft) -> None:
     draft.zero_grad()
     engine = Engine(target, draft)
     engine.decode(greedy(random_prompts(), 3))
-    assert engine.pool is not None
-    assert not engine.pool.draft.joint.requires_grad
+    assert engine.runner.pool is not None
+    assert not engine.runner.pool.draft.joint.requires_grad

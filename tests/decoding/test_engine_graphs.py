@@ -34,7 +34,7 @@ class Recorded:
     ) -> None:
         self.made = 0
         self.engine = Engine(target, draft, EngineOptions.model_validate(options))
-        self.engine._on_gpu = self.engine._graphs_on = True
+        self.engine.scheduler.on_gpu = self.engine.scheduler.graphs = self.engine.runner.graphs = True
         replacements = {
             "CUDAGraph": _Graph,
             "graph": self._capture,
@@ -51,7 +51,7 @@ class Recorded:
     def _capture(self, graph: _Graph, **_: Any) -> Iterator[None]:
         """What a capture does not do, compute, is undone."""
         self.made += 1
-        pool = self.engine.pool
+        pool = self.engine.runner.pool
         assert pool is not None
         kept = [getattr(pool.state, field.name) for field in fields(pool.state)]
         kept += [*pool.target_cache.tensors]

@@ -90,19 +90,23 @@ def test_requests_join_while_others_go_on(target: Target, draft: Draft, expected
         answers += engine.submit(request)
         engine.step()
         engine.step()
-        assert engine.pool is not None
-        working = max(working, sum(1 for a in engine.pool.occupants if a is not None and len(a.token_ids) > 1))
+        assert engine.runner.pool is not None
+        working = max(working, sum(1 for a in engine.scheduler.occupants if a is not None and len(a.token_ids) > 1))
     assert working > 1
     assert run(engine, answers) == expected[True]
 
 
 def caches_of(engine: Engine, answer: Answer) -> torch.Tensor:
     """All that target and draft keep of a row."""
-    assert engine.pool is not None
-    slot, state, cache = engine.pool.occupants.index(answer), engine.pool.state, engine.pool.target_cache
+    assert engine.runner.pool is not None
+    slot, state, cache = (
+        engine.scheduler.occupants.index(answer),
+        engine.runner.pool.state,
+        engine.runner.pool.target_cache,
+    )
     length = int(state.length[slot]) - 1
     parts = [t[slot, :, :length] for t in cache.tensors]
-    parts += list(engine.pool.draft.joint[:, :, slot, :, :length].flatten(0, 1))
+    parts += list(engine.runner.pool.draft.joint[:, :, slot, :, :length].flatten(0, 1))
     return torch.cat([part.flatten() for part in parts])
 
 
@@ -132,7 +136,7 @@ def test_tokens_stream_to_several_readers(target: Target, draft: Draft, expected
 
     async def read(request: Request) -> list[int]:
         (answer,) = engine.submit(request)
-        return [token async for token in answer]
+        return [token async for token in engine.stream(answer)]
 
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(read(request) for request in requests()[:5]))
@@ -193,8 +197,8 @@ def test_what_a_broken_row_leaves_in_its_slot_is_not_the_next_ones(
     for _ in range(steps):
         engine.step()
     engine.cancel(bad)
-    assert engine.pool is not None
-    while engine.pool.occupants[1] is not None:
+    assert engine.runner.pool is not None
+    while engine.scheduler.occupants[1] is not None:
         engine.step()
     following = submit([4], 9)
     plain = generate(target, None, [[4]], max_new_tokens=9)
@@ -239,7 +243,7 @@ def test_greedy_rows_beside_rows_whose_proposals_are_drawn(target: Target) -> No
 
 def answers_of(lengths: list[int]) -> list[Answer]:
     request = Request.of([[1] * length for length in lengths], max_new_tokens=1, sampling=SamplingOptions())
-    return [Answer(request, i, 10_000, lambda: None, torch.float32) for i in range(len(lengths))]
+    return [Answer(request, i, 10_000) for i in range(len(lengths))]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512])
@@ -285,17 +289,18 @@ def test_padded_passes_change_nothing(target: Target, draft: Draft, options: dic
     request = Request.of(prompts, max_new_tokens=6, sampling=SAMPLINGS[0])
     expected = Engine(target, draft).decode(request)
     engine = Engine(target, draft, EngineOptions.model_validate(options))
-    engine._on_gpu = True
+    engine.scheduler.on_gpu = True
     widths: list[tuple[int, int]] = []
-    prefill = engine.stepper.prefill
+    prefill = engine.runner.stepper.prefill
 
     def watched(slots: Slots, width: int, extent: int, bounds: SamplingBounds | None) -> None:
         widths.append((width, int(slots.state.read[0])))
-        assert engine.pool is not None
-        assert int(slots.state.read.max()) + width <= engine.pool.readable <= extent
+        assert engine.runner.pool is not None
+        readable = min(engine.scheduler.shape.reserved, slots.state.tokens.shape[1])  # there are ids and cache entries
+        assert int(slots.state.read.max()) + width <= readable <= extent
         prefill(slots, width, extent, bounds)
 
-    engine.stepper.prefill = watched  # type: ignore[method-assign]
+    engine.runner.stepper.prefill = watched  # type: ignore[method-assign]
     assert engine.decode(request) == expected
     room = 90 + draft.config.block.size  # of a slot that the longest prompt fills; a pass from token 64 on has the rest
     assert {width for width, _ in widths} <= {*WIDTHS, options.get("prefill_chunk"), room, room - 64}
@@ -311,7 +316,7 @@ def test_padding_stays_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     small = tiny_target("qwen3", max_position_embeddings=80)
     request = Request.of([[7] * 78, [5, 6]], max_new_tokens=9, sampling=SAMPLINGS[0])
     engine = Engine(small)
-    engine._on_gpu = True
+    engine.scheduler.on_gpu = True
     forward, seen = small.forward, []
 
     def watched(ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> Any:
@@ -330,7 +335,7 @@ def test_slots_with_room_beyond_the_window(draft: Draft) -> None:
     small.fuse()
     request = Request.of([[7] * 78, [5, 6]], max_new_tokens=9, sampling=SAMPLINGS[0])
     engine = Engine(small, draft, EngineOptions(max_length=1000))
-    engine._on_gpu = True
+    engine.scheduler.on_gpu = True
     assert engine.decode(request) == Engine(small, draft).decode(request)
 
 

@@ -93,7 +93,7 @@ def test_graphs_give_what_eager_steps_give(method: str, sampling: SamplingOption
     expected = Engine(target, draft, EngineOptions(graphs="off")).decode(request(sampling))
     engine = Engine(target, draft, EngineOptions(graphs="on"))
     assert engine.decode(request(sampling)) == expected
-    assert len(engine._graphs or ()) == 1
+    assert len(engine.runner.step_graphs or ()) == 1
     assert engine.decode(request(sampling)) == expected  # the same graphs again
     if sampling.greedy:
         assert tokens(expected) == tokens(Engine(target).decode(request(sampling)))
@@ -118,11 +118,11 @@ def test_a_step_never_waits_for_the_device(method: str | None, sampling: Samplin
     engine.submit(request(sampling))
     engine.step()
     engine.step()
-    assert engine.pool is not None
-    slots, bounds = engine.pool.rows(0, 4), SamplingBounds.of([sampling])
+    assert engine.runner.pool is not None
+    slots, bounds = engine.runner.pool.rows(0, 4), SamplingBounds.of([sampling])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.stepper.step(slots, engine.pool.reserved, bounds)
+        engine.runner.stepper.step(slots, engine.scheduler.shape.reserved, bounds)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -149,7 +149,7 @@ def test_many_shapes_share_a_bounded_number_of_graphs(max_graphs: int) -> None:
     mixed = [answer for s, seed in ((0, 1), (1, 2)) for answer in engine.submit(request(SAMPLINGS[s], 150, seed=seed))]
     while not all(answer.finished for answer in mixed):
         engine.step()
-    graphs = engine._graphs
+    graphs = engine.runner.step_graphs
     assert graphs is not None
     assert 1 <= len(graphs) <= max_graphs
     assert max_graphs == 1 or len(graphs) > 2
@@ -176,11 +176,15 @@ def test_the_hosts_lag_changes_nothing(sampling: SamplingOptions) -> None:
 
 
 def caches_of(engine: Engine, answer: Answer) -> torch.Tensor:
-    assert engine.pool is not None
-    slot, state, cache = engine.pool.occupants.index(answer), engine.pool.state, engine.pool.target_cache
+    assert engine.runner.pool is not None
+    slot, state, cache = (
+        engine.scheduler.occupants.index(answer),
+        engine.runner.pool.state,
+        engine.runner.pool.target_cache,
+    )
     length = int(state.length[slot]) - 1
     parts = [t[slot, :, :length] for t in cache.tensors]
-    parts += list(engine.pool.draft.joint[:, :, slot, :, :length].flatten(0, 1))
+    parts += list(engine.runner.pool.draft.joint[:, :, slot, :, :length].flatten(0, 1))
     return torch.cat([part.flatten() for part in parts])
 
 

@@ -38,7 +38,7 @@ def replayed(engine: Engine, asked: Request) -> list[Generation]:
 
 def caches(engine: Engine) -> list[torch.Tensor]:
     """All that target and draft keep, what padding left in it too."""
-    pool = engine.pool
+    pool = engine.runner.pool
     assert pool is not None
     kept = [*pool.target_cache.tensors]
     return kept if pool.draft is None else [*kept, pool.draft.joint]
@@ -71,7 +71,7 @@ def test_replayed_passes_are_the_eager_ones(
     engine = Engine(target, draft if drafted else None, EngineOptions(**options))
     eager = Engine(target, draft if drafted else None, EngineOptions(**options, graphs="off"))
     found = replayed(engine, request(sampling))
-    assert engine._prompt_graphs
+    assert engine.runner.prompt_graphs
     assert found == replayed(eager, request(sampling))
     for here, there in zip(caches(engine), caches(eager), strict=True):
         assert torch.equal(here, there)
@@ -101,8 +101,8 @@ def test_few_graphs_do_as_many_do() -> None:
         engine = Engine(target, draft, EngineOptions(max_graphs=most, slots=3))
         for _ in range(2):
             assert [engine.decode(one) for one in asked] == expected
-        assert engine._prompt_graphs is not None
-        assert len(engine._prompt_graphs) <= most
+        assert engine.runner.prompt_graphs is not None
+        assert len(engine.runner.prompt_graphs) <= most
 
 
 def test_few_graphs_are_for_keys_that_come_again_soon() -> None:

@@ -52,8 +52,8 @@ def test_the_engine_decodes_there_what_it_decodes_here(
         target, draft = models(device, fuse=fuse)
         engine = Engine(target, draft, EngineOptions(graphs=graphs))
         found += [engine.decode(asked), engine.decode(asked)]  # again, from graphs where they are on
-        assert engine.pool is not None
-        assert engine.pool.state.tokens.device == device
+        assert engine.runner.pool is not None
+        assert engine.runner.pool.state.tokens.device == device
     assert found[0] == found[1] == found[2] == found[3]
     assert torch.cuda.current_device() == 0
 
