@@ -108,6 +108,11 @@ class Delta:
     finish_reason: FinishReason | None
     fault: Fault | None
 
+    @property
+    def last(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None or self.fault is not None
+
 
 def raise_fault(answers: Iterable[Answer]) -> None:
     """Raises `DraftsmithError` where some answers met numbers which mean nothing; the target's fault comes first."""

@@ -114,18 +114,23 @@ class Engine:
             self.runner.release([slot])
 
     def prepare(
-        self, *, slots: int, max_length: int, samplings: Sequence[SamplingOptions] = (SamplingOptions(),)
+        self,
+        *,
+        slots: int,
+        max_length: int,
+        stops: int = 0,
+        samplings: Sequence[SamplingOptions] = (SamplingOptions(),),
     ) -> None:
-        """Makes slots before there are rows, for as many rows of up to max_length tokens, and keeps them while no row
-        is longer. With graphs, every step that such rows will need is captured: of rows that all choose their tokens
-        in one of these ways. Raises `DraftsmithError` while there is work, and where `EngineOptions.slots` says
-        another number."""
+        """Makes slots before there are rows, for as many rows of up to max_length tokens and `stops` stop ids, and
+        keeps them while no row needs more. With graphs, every step of rows that all choose their tokens in one of the
+        ways of `samplings` is captured. Raises `DraftsmithError` while there is work, and where `EngineOptions.slots`
+        says another number."""
         if not self.scheduler.idle:
             raise DraftsmithError("slots are prepared while rows are waiting or in work; do it before, or when idle")
         if self.options.slots not in (None, slots):
             raise DraftsmithError(f"{slots} slots are to be prepared, and the option slots is {self.options.slots}")
         with current(self.target.device):
-            self._move_into(self.scheduler.reserve(slots, max_length))
+            self._move_into(self.scheduler.reserve(slots, max_length, stops))
             self.runner.warm(self.scheduler.step_shapes(), [SamplingBounds.of([one]) for one in samplings])
 
     @property

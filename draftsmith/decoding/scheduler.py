@@ -96,7 +96,7 @@ class Scheduler:
         self.prefilling: set[int] = set()
         self._unclean: set[int] = set()
         self._overtaken = 0
-        self._least: tuple[int | None, int] = None, 0  # slots and max_length that were asked for beforehand
+        self._least: tuple[int | None, int, int] = None, 0, 0  # slots, max_length, stops that were asked for beforehand
         self._bounded: list[Answer] = []
         self._bounds = SamplingBounds()
 
@@ -132,7 +132,7 @@ class Scheduler:
 
     def leave(self, deltas: Iterable[Delta]) -> list[int]:
         """Takes rows that are finished out of their slots, which are returned."""
-        ended = [delta.answer for delta in deltas if delta.answer.finished]
+        ended = [delta.answer for delta in deltas if delta.last]
         slots = [self.occupants.index(answer) for answer in ended]
         for slot, answer in zip(slots, ended, strict=True):
             self.occupants[slot] = None
@@ -152,10 +152,10 @@ class Scheduler:
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, slots: int, max_length: int) -> PoolShape:
-        """Slots for as many rows of this length; no later ones are smaller, or have another number (unless
-        `EngineOptions.slots` says one)."""
-        self._least = slots, max_length
+    def reserve(self, slots: int, max_length: int, stops: int = 0) -> PoolShape:
+        """Slots for as many rows of this length and number of stop ids. No later slots have room for less, or are of
+        another number (unless `EngineOptions.slots` says one)."""
+        self._least = slots, max_length, stops
         return self._wanted()
 
     def shape_wanted(self) -> PoolShape | None:
@@ -213,7 +213,7 @@ class Scheduler:
         longest = max((answer.limit for answer in self.waiting), default=0)
         length = self.options.max_length or max(self._rounded(longest), self._least[1])
         length = min(length, self.window)  # no row passes it, and a fused target's angles end a little behind it
-        stops = max(_STOPS, *(len(answer.stop_token_ids) for answer in self.waiting), 0)
+        stops = max(_STOPS, self._least[2], *(len(answer.stop_token_ids) for answer in self.waiting))
         return PoolShape(self._wanted_slots(), length, stops, length + self.reach)
 
     def _rounded(self, longest: int) -> int:

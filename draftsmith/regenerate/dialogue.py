@@ -9,11 +9,15 @@ from draftsmith.regenerate.answers import answer_record
 
 
 class Dialogue:
-    """Asks a prompt's turns one after the other, each after the earlier ones and their answers."""
+    """Asks a prompt's turns one after the other, each after the earlier ones and their answers.
+
+    tokens: of its answers so far; unrendered: how many of them the chat template does not give back from their text.
+    """
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.finished = False
+        self.tokens = self.unrendered = 0
         self._finish_reason = "stop"
         self._answers: list[dict[str, str]] = []
         self._answer_ids: list[Sequence[int]] | None = []

@@ -37,7 +37,7 @@ class RegenerateOptions(SamplingFields):
 
     max_new_tokens: int = Field(default=512, ge=1, description="The most tokens of one answer.")
     seed: int = Field(default=0, ge=0, description="For sampling: an answer depends on it and on its prompt alone.")
-    batch_size: int = Field(default=16, ge=1, description="Prompts that the local engine answers at a time.")
+    batch_size: int = Field(default=16, ge=1, description="Prompts that the local engine answers side by side.")
     max_refused_share: float = Field(
         default=0.01, ge=0, le=1, description="The largest share of prompts that may be left without an answer."
     )

@@ -3,32 +3,22 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from draftsmith.base.progress import Progress, SilentProgress
-from draftsmith.data.chat import render_prompt, stop_token_ids, template_fingerprint, with_system_prompt
+from draftsmith.data.chat import template_fingerprint, with_system_prompt
 from draftsmith.data.options import DataOptions
 from draftsmith.data.prompts import Prompt
-from draftsmith.data.said import message_of
-from draftsmith.decoding.generate import generate
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate.answers import AnswerFile
 from draftsmith.regenerate.dialogue import Dialogue
 from draftsmith.regenerate.endpoint import ChatEndpoint, in_parallel, sampling_fields
+from draftsmith.regenerate.local import answer_locally, fitting
 from draftsmith.regenerate.options import EndpointOptions, RegenerateOptions
+from draftsmith.regenerate.outcome import Outcome
 from draftsmith.regenerate.refusals import PromptRefused, RefusedPrompts
 from draftsmith.targets.target import Target
-
-
-class Outcome(NamedTuple):
-    """What became of some prompts: the records of those that are answered, how many new tokens they took, those that
-    are refused, and how many answers the chat template does not give back from their text."""
-
-    records: list[dict[str, Any]]
-    tokens: int
-    refused: tuple[PromptRefused, ...] = ()
-    unrendered: int = 0
 
 
 @dataclass
@@ -107,12 +97,12 @@ def regenerate(
     report = RegenerateReport(file.path, prompts=len(prompts), resumed=len(done))
     refusals = RefusedPrompts(file.path, len(prompts), options.max_refused_share)
     if options.endpoint is None:
-        missing = _fitting(missing, local, data, refusals)
+        missing = fitting(missing, local, data, refusals)
         refusals.check_share()
     if missing:
         with progress.stage("regenerate", total=len(missing), unit="prompts") as stage:
             if options.endpoint is None:
-                outcomes = _by_target(local, missing, options, data, engine or EngineOptions())
+                outcomes = answer_locally(local, missing, options, data, engine or EngineOptions())
             else:
                 outcomes = _by_endpoint(options.endpoint, missing, options, data)
             for outcome in outcomes:
@@ -143,85 +133,6 @@ def _asked(options: RegenerateOptions) -> dict[str, Any]:
     return options.model_dump(exclude=set(options.WITHOUT_EFFECT))
 
 
-def _fitting(prompts: Sequence[Prompt], target: Target, data: DataOptions, refusals: RefusedPrompts) -> list[Prompt]:
-    """The prompts whose first question the target's window has room for, shortest first; the others are refused."""
-    lengths: dict[str, int] = {}
-    for prompt in prompts:
-        try:
-            lengths[prompt.id] = len(_question_ids(Dialogue(prompt), target, data))
-        except PromptRefused as refused:
-            refusals.add(refused)
-    return sorted((prompt for prompt in prompts if prompt.id in lengths), key=lambda prompt: lengths[prompt.id])
-
-
-def _by_target(
-    target: Target, prompts: Sequence[Prompt], options: RegenerateOptions, data: DataOptions, engine: EngineOptions
-) -> Iterator[Outcome]:
-    """Answers by the local engine, in batches of neighbours: prompts of like length stand side by side."""
-    stops = stop_token_ids(target.tokenizer, target.model.generation_config)
-    for first in range(0, len(prompts), options.batch_size):
-        batch = [Dialogue(prompt) for prompt in prompts[first : first + options.batch_size]]
-        refused: dict[str, PromptRefused] = {}
-        tokens = unrendered = 0
-        while waiting := [each for each in batch if not each.finished and each.prompt.id not in refused]:
-            questions: list[tuple[Dialogue, list[int]]] = []
-            for dialogue in waiting:
-                try:
-                    questions.append((dialogue, _question_ids(dialogue, target, data)))
-                except PromptRefused as error:
-                    refused[error.prompt_id] = error
-            if questions:
-                counts = _answer(questions, target, options, data, stops, engine.without_draft())
-                tokens, unrendered = tokens + counts[0], unrendered + counts[1]
-        records = [each.record() for each in batch if each.prompt.id not in refused]
-        yield Outcome(records, tokens, tuple(refused.values()), unrendered)
-
-
-def _answer(
-    questions: Sequence[tuple[Dialogue, list[int]]],
-    target: Target,
-    options: RegenerateOptions,
-    data: DataOptions,
-    stops: Sequence[int],
-    engine: EngineOptions,
-) -> tuple[int, int]:
-    """Has the local engine answer one question of each dialogue; returns the number of new tokens, and of answers that
-    ended and whose text the chat template renders to other tokens."""
-    generations = generate(
-        target,
-        None,
-        [ids for _, ids in questions],
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        stop_token_ids=stops,
-        seed=[dialogue.seed(options.seed) for dialogue, _ in questions],
-        options=engine,
-    )
-    unrendered = 0
-    for (dialogue, prompt_ids), generation in zip(questions, generations, strict=True):
-        ids, finished = generation.token_ids, generation.finish_reason == "stop"
-        said = message_of(ids, finished, dialogue.ask(), prompt_ids, target.tokenizer, data)
-        dialogue.answer(said.message, generation.finish_reason, ids)
-        unrendered += finished and not said.renders
-    return sum(len(generation.token_ids) for generation in generations), unrendered
-
-
-def _question_ids(dialogue: Dialogue, target: Target, data: DataOptions) -> list[int]:
-    """The tokens of the conversation up to the next answer. Raises `PromptRefused` where the target's window has no
-    room for them and an answer."""
-    ids = render_prompt(dialogue.ask(), target.tokenizer, data)
-    window = target.max_position_embeddings
-    if len(ids) >= window:
-        raise PromptRefused(
-            dialogue.prompt.id,
-            f"has {len(ids)} tokens by its turn {dialogue.turn + 1}, and the target's window is {window} tokens, of "
-            "which at least one must be left for the answer",
-        )
-    return ids
-
-
 def _by_endpoint(
     endpoint: EndpointOptions, prompts: Sequence[Prompt], options: RegenerateOptions, data: DataOptions
 ) -> Iterator[Outcome]:
@@ -232,17 +143,16 @@ def _by_endpoint(
 
     def converse(prompt: Prompt) -> Outcome:
         dialogue = Dialogue(prompt)
-        tokens = 0
         while not dialogue.finished:
             # Servers take 32-bit seeds at the least.
             request = {**settings, "seed": dialogue.seed(options.seed) % 2**31}
             try:
                 answer = server.chat(with_system_prompt(dialogue.ask(), data), request, prompt_id=prompt.id)
             except PromptRefused as refused:
-                return Outcome([], tokens, (refused,))
-            tokens += answer.tokens
+                return Outcome([], dialogue.tokens, (refused,))
+            dialogue.tokens += answer.tokens
             dialogue.answer(answer.message, answer.finish_reason)
-        return Outcome([dialogue.record()], tokens)
+        return Outcome([dialogue.record()], dialogue.tokens)
 
     with ChatEndpoint(endpoint) as server:
         yield from in_parallel(converse, prompts, endpoint.concurrency)

@@ -122,6 +122,25 @@ def test_replayed_steps_and_passes_answer_as_eager_ones(
     assert recorded.engine.preparations[0] == 1  # one pool, used again
 
 
+def test_steps_that_were_prepared_are_not_captured_again(
+    target: Target, draft: Draft, expected: list[Generation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(monkeypatch, target, draft, {"batch_buckets": (1, 2), "context_bucket": 16})
+    engine, greedy = recorded.engine, requests()[:6]
+    engine.prepare(slots=3, max_length=150)
+    graphs = engine.runner.step_graphs
+    assert graphs is not None
+    # Three sizes; 16, 32, 64 and 128 positions, and all that a slot has.
+    assert len(graphs) == 3 * 5
+    prepared = graphs.prepared
+    for _ in range(2):
+        assert [answer.generation() for answer in recorded.answers(greedy)] == expected[:6]
+    assert (engine.runner.step_graphs, len(graphs), graphs.prepared) == (graphs, 15, prepared)
+    drawn = requests()[7:]
+    assert [answer.generation() for answer in recorded.answers(drawn)] == expected[7:]
+    assert graphs.prepared > prepared, "drawn tokens take another step"
+
+
 def test_a_pass_whose_place_the_host_froze_is_seen(
     target: Target, draft: Draft, expected: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:

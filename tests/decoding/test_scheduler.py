@@ -120,7 +120,9 @@ class Device:
         while len(self.reports) > leave:
             lines, rows, verified = self.reports.pop(0)
             deltas += self.plans.take(lines, rows, verified=verified)
-        self.free(self.plans.leave(deltas))
+        slots = self.plans.leave(deltas)
+        assert len(slots) == len(set(slots)) == sum(delta.last for delta in deltas)
+        self.free(slots)
         return deltas
 
     def free(self, slots: Sequence[int]) -> None:

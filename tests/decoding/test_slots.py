@@ -144,6 +144,45 @@ def test_tokens_stream_to_several_readers(target: Target, draft: Draft, expected
     assert asyncio.run(all_of_them()) == [generation.token_ids for generation in expected[True][:5]]
 
 
+def test_a_step_returns_what_it_added_to_which_answers(
+    target: Target, draft: Draft, expected: dict[bool, list[Generation]]
+) -> None:
+    engine = Engine(target, draft, EngineOptions(slots=3, steps_ahead=1))
+    answers = [answer for request in requests() for answer in engine.submit(request)]
+    engine.cancel(answers[2])
+    given: dict[Answer, list[int]] = {answer: [] for answer in answers}
+    ended: list[Answer] = []
+    while not engine.idle:
+        for delta in engine.step():
+            assert not ended or delta.answer not in ended
+            given[delta.answer] += delta.token_ids
+            if delta.last:
+                ended.append(delta.answer)
+                assert (delta.finish_reason, delta.fault) == (delta.answer.finish_reason, None)
+    assert set(ended) == {answer for answer in answers if answer is not answers[2]}
+    assert [given[answer] for answer in ended] == [answer.token_ids for answer in ended]
+    assert [given[answers[i]] for i in (0, 1, 3)] == [expected[True][i].token_ids for i in (0, 1, 3)]
+    assert given[answers[2]] == []
+
+
+def test_slots_that_were_prepared_are_kept(
+    target: Target, draft: Draft, expected: dict[bool, list[Generation]]
+) -> None:
+    engine = Engine(target, draft)
+    engine.prepare(slots=2, max_length=60)
+    assert engine.preparations == (1, 0)
+    found = [engine.decode(request)[0] for request in requests()[:3]]
+    assert found == expected[True][:3]
+    assert engine.preparations == (1, 0)
+    (answer,) = engine.submit(Request.of([[3] * 70], max_new_tokens=2, sampling=SamplingOptions(), seed=0))
+    with pytest.raises(DraftsmithError, match="slots are prepared while rows are waiting or in work"):
+        engine.prepare(slots=2, max_length=60)
+    run(engine, [answer])
+    assert engine.preparations == (2, 0), "a row that does not fit has longer slots made"
+    with pytest.raises(DraftsmithError, match="2 slots are to be prepared, and the option slots is 3"):
+        Engine(target, draft, EngineOptions(slots=3)).prepare(slots=2, max_length=60)
+
+
 def test_a_cancelled_answer_makes_room_and_nothing_else(
     target: Target, draft: Draft, expected: dict[bool, list[Generation]]
 ) -> None:

@@ -15,6 +15,8 @@ from draftsmith.data.options import DataOptions
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.tokenize import tokenize_all
 from draftsmith.decoding.options import EngineOptions
+from draftsmith.decoding.runner import Runner
+from draftsmith.decoding.scheduler import PoolShape, StepPlan
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate import RegenerateOptions, regenerate
 from draftsmith.targets.target import Target
@@ -160,6 +162,36 @@ def test_the_engine_s_options_reach_it_and_change_nothing(
     regenerate(target, PROMPTS, tmp_path / "b.jsonl", OPTIONS, engine=engine)
     assert max(seen) == 2
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_one_engine_answers_all_prompts_and_no_slot_waits_for_the_slowest_row(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [Prompt(str(number), ("one two the " * (number % 3 + 1),)) for number in range(12)]
+    shapes: list[PoolShape] = []
+    steps: list[int] = []
+    make, step = Runner.make, Runner.step
+
+    def made(self: Runner, shape: PoolShape) -> None:
+        shapes.append(shape)
+        make(self, shape)
+
+    def stepped(self: Runner, plan: StepPlan) -> None:
+        steps.append(sum(row is not None for row in plan.rows))
+        step(self, plan)
+
+    monkeypatch.setattr(Runner, "make", made)
+    monkeypatch.setattr(Runner, "step", stepped)
+    options = OPTIONS.model_copy(update={"temperature": 1.0})
+    regenerate(target, prompts, tmp_path / "answers.jsonl", options)
+    assert [shape.slots for shape in shapes] == [3]
+    lengths = [len(ids) for record in lines(tmp_path / "answers.jsonl") for ids in record["answer_token_ids"]]
+    shortest_first = sorted(range(12), key=lambda number: number % 3)
+    by_batches = sum(max(lengths[i] for i in shortest_first[at : at + 3]) - 1 for at in range(0, 12, 3))
+    assert sum(steps) / len(steps) > 2
+    assert len(steps) < by_batches
+    regenerate(target, prompts[:2], tmp_path / "few.jsonl", options)
+    assert [shape.slots for shape in shapes] == [3, 2]
 
 
 def test_sampling_settings_change_the_answers(target: Target, tmp_path: Path) -> None:
