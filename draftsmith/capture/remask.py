@@ -65,7 +65,12 @@ def _remask(
     wanted_header = header.model_copy(update={"target": provenance.target, "tokenizer": provenance.tokenizer})
     known, now = header.tokenizer, provenance.tokenizer
     same_vocabulary = known is None or (now is not None and known.vocabulary_hash == now.vocabulary_hash)
-    if header.target.weights_hash != provenance.target.weights_hash or not same_vocabulary:
+    now_target = provenance.target.beside(header.target)
+    same_weights = (header.target.weights_hash, header.target.layers_hash) == (
+        now_target.weights_hash,
+        now_target.layers_hash,
+    )
+    if not same_weights or not same_vocabulary:
         raise StoreError(
             f"{directory} holds a store of something else: {header_differences(header, wanted_header)}; name the "
             "target that it was captured from"

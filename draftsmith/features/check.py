@@ -31,7 +31,8 @@ def check_store(
     kept = manifest.final_state is not None
     need("final_state", "none", "the target's final state", kept or not layout.final_state)
     if target is not None:
-        for field in ("config_hash", "weights_hash", "vocab_size", "num_layers"):
+        target = target.beside(manifest.target)
+        for field in ("config_hash", "weights_hash", "layers_hash", "vocab_size", "num_layers"):
             has, needs = getattr(manifest.target, field), getattr(target, field)
             need(
                 f"target.{field}",
@@ -56,13 +57,15 @@ def check_store(
 
 
 def _warn_of_new_names(stored: TargetIdentity, target: TargetIdentity) -> None:
+    sampled = "sampled weights" if stored.layers_hash else "sampled weights of the output head (no others are known)"
     for field in ("source", "revision"):
         has, needs = getattr(stored, field), getattr(target, field)
         if has != needs:
             _log.warning(
-                "target.%s: the store was captured from %r, this run loads %r; shape and sampled weights are equal, so "
-                "they are taken for the same model",
+                "target.%s: the store was captured from %r, this run loads %r; shape and %s are equal, so they are "
+                "taken for the same model",
                 field,
                 has,
                 needs,
+                sampled,
             )

@@ -38,11 +38,14 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
-def target_identity(source: str, revision: str | None, text_config: Any, head_weight: Tensor) -> TargetIdentity:
-    """The identity of a target, from its text configuration and its output head's weight [V, H].
+def target_identity(
+    source: str, revision: str | None, text_config: Any, head_weight: Tensor, layers_hash: str | None = None
+) -> TargetIdentity:
+    """The identity of a target, from its text configuration, its output head's weight [V, H], and a fingerprint of its
+    layers where their files are at hand (`targets.sampled`).
 
-    Both are at hand wherever a target, or only its two ends, is loaded. The head is sampled evenly and rounded to
-    bfloat16, so that the precision a model was loaded in does not change who it is.
+    The first two are there wherever a target, or only its two ends, is loaded. The head is sampled evenly and rounded
+    to bfloat16, so that the precision a model was loaded in does not change who it is.
     """
     flat = head_weight.detach().reshape(-1)
     step = max(1, flat.shape[0] // _SAMPLED_WEIGHTS)
@@ -52,6 +55,7 @@ def target_identity(source: str, revision: str | None, text_config: Any, head_we
         revision=revision,
         config_hash=_digest({name: getattr(text_config, name, None) for name in _CONFIG_FIELDS}),
         weights_hash=hashlib.sha256(sampled).hexdigest(),
+        layers_hash=layers_hash,
         vocab_size=int(text_config.vocab_size),
         num_layers=int(text_config.num_hidden_layers),
     )

@@ -38,16 +38,24 @@ class _Entry(BaseModel):
 class TargetIdentity(_Entry):
     """Which target the features are of.
 
-    `source` and `revision` say where it was loaded from and may change when a model moves; `config_hash` (its shape)
-    and `weights_hash` (a sample of its output head) are what two equal targets share.
+    `source` and `revision` say where it was loaded from and may change when a model moves; `config_hash` (its shape),
+    `weights_hash` (a sample of its output head) and `layers_hash` (a sample of its layers; None: not known, for models
+    in memory, on the hub, and of older stores) are what two equal targets share.
     """
 
     source: str
     revision: str | None
     config_hash: Sha256
     weights_hash: Sha256
+    layers_hash: Sha256 | None = None
     vocab_size: Positive
     num_layers: Positive
+
+    def beside(self, other: "TargetIdentity") -> "TargetIdentity":
+        """This identity as it is compared with another: what only one of the two knows is no difference."""
+        if None in (self.layers_hash, other.layers_hash):
+            return self.model_copy(update={"layers_hash": other.layers_hash})
+        return self
 
 
 class TokenizerIdentity(_Entry):

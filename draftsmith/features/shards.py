@@ -72,12 +72,15 @@ def claimed_by(directory: Path, header: StoreHeader) -> bool:
     Raises `StoreError`, naming every field that differs, where it holds another store.
     """
     existing = existing_header(directory)
-    if existing is not None and existing != header:
+    if existing is None:
+        return False
+    compared = header.model_copy(update={"target": header.target.beside(existing.target)})
+    if existing != compared:
         raise StoreError(
-            f"{directory} holds a store of something else: {header_differences(existing, header)}. "
+            f"{directory} holds a store of something else: {header_differences(existing, compared)}. "
             "Give another directory, or delete this one"
         )
-    return existing is not None
+    return True
 
 
 class StoreWriter:

@@ -8,11 +8,17 @@ from draftsmith.features.identity import Provenance, target_identity
 from draftsmith.features.manifest import TokenizerIdentity
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.info import TargetInfo
+from draftsmith.targets.location import locate
+from draftsmith.targets.sampled import layers_fingerprint
 
 
 def provenance(info: TargetInfo, ends: TargetEnds, tokenizer: Any, data: DataOptions) -> Provenance:
-    """The provenance of features of this target; tokenizer None: unknown."""
-    identity = target_identity(info.source, info.revision, info.text_config, ends.head_weight)
+    """The provenance of features of this target; tokenizer None: unknown.
+
+    Raises `DraftsmithError` for a target directory with files that are missing or damaged.
+    """
+    layers = None if info.options is None else layers_fingerprint(locate(info.options.path))
+    identity = target_identity(info.source, info.revision, info.text_config, ends.head_weight, layers)
     if tokenizer is None:
         return Provenance(identity, None)
     return Provenance(

@@ -28,22 +28,8 @@ class TensorFiles:
     def __init__(self, location: Location, revision: str | None, model: Any) -> None:
         self._location = location
         self._revision = revision
-        self._file_of = self._index()
+        self._file_of = stored_files(location, revision)
         self._model = model
-
-    def _index(self) -> dict[str, str]:
-        """Stored name -> file."""
-        index = self._location.file(_INDEX, self._revision)
-        if index is not None:
-            return _weight_map(index)
-        single = self._location.file(_SINGLE, self._revision)
-        if single is None:
-            raise DraftsmithError(
-                f"target {self._location.source} has neither {_SINGLE} nor {_INDEX}; draftsmith reads safetensors only "
-                "(convert other weights with transformers' save_pretrained)"
-            )
-        with _open(single) as tensors:
-            return dict.fromkeys(tensors.keys(), _SINGLE)
 
     def read(self, parameters: Sequence[str]) -> dict[str, Tensor]:
         """Those of the model's parameters that the files hold, by name, on the CPU.
@@ -110,8 +96,23 @@ class TensorFiles:
         file = self._location.file(name, self._revision)
         if file is None:
             raise DraftsmithError(f"target {self._location.source} lacks {name}, where its index places {stored}")
-        with _open(file) as tensors:
+        with open_tensors(file) as tensors:
             return tensors.get_tensor(stored)
+
+
+def stored_files(location: Location, revision: str | None) -> dict[str, str]:
+    """Stored name -> file, of all tensors of a model. Raises `DraftsmithError` for one without safetensors."""
+    index = location.file(_INDEX, revision)
+    if index is not None:
+        return _weight_map(index)
+    single = location.file(_SINGLE, revision)
+    if single is None:
+        raise DraftsmithError(
+            f"target {location.source} has neither {_SINGLE} nor {_INDEX}; draftsmith reads safetensors only "
+            "(convert other weights with transformers' save_pretrained)"
+        )
+    with open_tensors(single) as tensors:
+        return dict.fromkeys(tensors.keys(), _SINGLE)
 
 
 def _renamed(stored: str, transforms: Sequence[Any]) -> tuple[str, bool]:
@@ -138,8 +139,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _open(path: Path) -> safe_open:
+def open_tensors(path: Path) -> safe_open:
+    """A safetensors file, to be closed. Raises `DraftsmithError` for one that is damaged or missing."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise DraftsmithError(f"{path} is not a complete safetensors file: {error}; fetch or copy it again") from error
+    except OSError as error:
+        raise DraftsmithError(f"{path} cannot be read: {error}; fetch or copy it again") from error

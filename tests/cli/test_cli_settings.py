@@ -1,9 +1,11 @@
 """What counts as a setting of a stage: when it is not run again, goes on, or is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftsmith.features.reader import Store
 from tests.cli.test_cli import fails, run, save_target, walked, write_lines, write_recipe
@@ -214,3 +216,17 @@ def test_documents_that_do_not_fit_into_a_row_are_found_before_any_work(answered
     errors = fails("train", answered, "train.tokens_per_row=20")
     assert "train.tokens_per_row is 20, and 6 of the 6 documents" in errors
     assert not (answered.parent / "run" / "train" / "checkpoints").exists()
+
+
+def test_a_fine_tuned_target_is_another_target(answered, tmp_path_factory, target):
+    assert run("capture", answered)[0] == 0
+    tuned = tmp_path_factory.mktemp("tuned") / "target"
+    shutil.copytree(target, tuned)
+    moved = ["train", answered, f"target.path={tuned}"]
+    weights = load_file(tuned / "model.safetensors")
+    weights["model.layers.2.self_attn.q_proj.weight"] += 0.05
+    save_file(weights, tuned / "model.safetensors", metadata={"format": "pt"})
+    assert "target.layers_hash: the store has" in fails(*moved)
+    shutil.copy(target / "model.safetensors", tuned)
+    status, _, errors = run(*moved)
+    assert status == 0, errors

@@ -54,6 +54,22 @@ def test_another_target_is_refused(field: str, value: object) -> None:
         check_store(HEADER, LAYOUT, stores.TARGET.model_copy(update={field: value}))
 
 
+def test_layers_that_only_one_of_the_two_knows_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    known = stores.TARGET.model_copy(update={"layers_hash": "9" * 64})
+    other = known.model_copy(update={"layers_hash": "8" * 64})
+    moved = known.model_copy(update={"source": "moved"})
+    stored = HEADER.model_copy(update={"target": known})
+    with pytest.raises(StoreError, match=r"target\.layers_hash: the store has 9+ .*, the draft needs 8+"):
+        check_store(stored, LAYOUT, other)
+    for header, target in ((stored, stores.TARGET), (HEADER, known), (stored, known)):
+        check_store(header, LAYOUT, target)
+    assert not caplog.messages
+    check_store(stored, LAYOUT, moved)
+    check_store(HEADER, LAYOUT, moved)
+    assert "shape and sampled weights are equal" in caplog.messages[0]
+    assert "sampled weights of the output head (no others are known)" in caplog.messages[1]
+
+
 @pytest.mark.parametrize("field", ["vocabulary_hash", "template_hash"])
 def test_another_tokenizer_or_template_is_refused(field: str) -> None:
     """Trap 22: a draft trained on one template is not served with another."""
