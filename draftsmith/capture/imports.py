@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.capture.backend import CaptureBackend
 from draftsmith.capture.foreign import FORMATS, ForeignDocument
 from draftsmith.capture.options import CaptureOptions
-from draftsmith.capture.plan import estimate_of, stored_documents
+from draftsmith.capture.plan import SizeEstimate, estimate_of, stored_documents
 from draftsmith.capture.refusals import Reason, Refusals, refusal
 from draftsmith.capture.report import CaptureReport
 from draftsmith.capture.room import check_room
@@ -94,6 +94,48 @@ def import_features(
     directory = Path(directory)
     layout = replace(layout, dtype=STORE_DTYPES[options.dtype])
     header = StoreHeader.for_layout(layout, provenance.target, provenance.tokenizer)
+    _check_holds(source, layout)
+    files = FORMATS[source.source].files(source.directory)
+    reader = _Reader(source, layout, norm, {_key(sample.input_ids): sample for sample in reversed(samples)})
+    finished: dict[str, bytes] = {}
+    if claimed_by(directory, header):
+        finished = {stored.id: _digest(stored.input_ids, stored.loss_mask) for stored in stored_documents(directory)}
+    estimate = _estimate(files, reader, directory)
+    _log.info("import: about %s (%d samples finished before)", estimate, len(finished))
+    check_room(estimate, layout, directory, options.force)
+    for path in islice(files, source.check_samples):
+        if check is None:
+            raise DraftsmithError(f"{source.check_samples} documents are to be compared, and `check` is None")
+        compare(check, reader.read(path), path, reader, layout)
+
+    refusals = Refusals(len(files), options.max_refused_share)
+    intake = _Intake(reader, refusals, finished, directory, provenance.target.vocab_size, max_length)
+    captured = 0
+    with (
+        StoreWriter(directory, header, options.shard_bytes) as writer,
+        (progress or SilentProgress()).stage("import", total=len(files), unit="files") as stage,
+    ):
+        for document in map(reader.read, files):
+            stage.advance()
+            record = intake.new_record(document)
+            if record is not None:
+                writer.add(record)
+                captured += 1
+    report = CaptureReport(
+        directory=directory,
+        manifest=finish_store(directory),
+        estimate=estimate,
+        captured=captured,
+        resumed=len(finished.keys() & intake.seen),
+        refused={reason: tuple(ids) for reason, ids in refusals.ids.items()},
+        seconds=time.monotonic() - start,
+    )
+    report.write()
+    return report
+
+
+def _check_holds(source: ImportOptions, layout: CaptureLayout) -> None:
+    """Raise `DraftsmithError` for what the draft needs and the files do not hold."""
     missing = sorted(set(layout.tap_ids) - set(source.tap_ids))
     if missing:
         raise DraftsmithError(
@@ -104,55 +146,14 @@ def import_features(
         raise DraftsmithError(
             "the draft needs the target's final state and --final-state is 'none'; choose another method"
         )
-    files = FORMATS[source.source].files(source.directory)
-    reader = _Reader(source, layout, norm, {_key(sample.input_ids): sample for sample in reversed(samples)})
-    finished: dict[str, bytes] = {}
-    if claimed_by(directory, header):
-        finished = {stored.id: _digest(stored.input_ids, stored.loss_mask) for stored in stored_documents(directory)}
+
+
+def _estimate(files: Sequence[Path], reader: "_Reader", directory: Path) -> SizeEstimate:
+    """The size of the store, from the tokens of the first file and the sizes of all."""
     first = reader.read(files[0])
     size = sum(path.stat().st_size for path in files)
     tokens = round(first.input_ids.shape[0] * size / files[0].stat().st_size)
-    estimate = estimate_of(len(files), tokens, layout, directory)
-    _log.info("import: about %s (%d samples finished before)", estimate, len(finished))
-    check_room(estimate, layout, directory, options.force)
-    for path in islice(files, source.check_samples):
-        if check is None:
-            raise DraftsmithError(f"{source.check_samples} documents are to be compared, and `check` is None")
-        compare(check, reader.read(path), path, reader, layout)
-
-    refusals = Refusals(len(files), options.max_refused_share)
-    captured = 0
-    seen: set[str] = set()
-    with (
-        StoreWriter(directory, header, options.shard_bytes) as writer,
-        (progress or SilentProgress()).stage("import", total=len(files), unit="files") as stage,
-    ):
-        for document in map(reader.read, files):
-            stage.advance()
-            record, reason = _record(document, reader, layout, provenance.target.vocab_size, max_length, seen)
-            seen.add(document.sample_id)
-            if reason is not None:
-                refusals.add(reason, document.sample_id)
-                refusals.check_share()
-            elif record is not None and document.sample_id not in finished:
-                writer.add(record)
-                captured += 1
-            elif record is not None and finished[record.sample_id] != _digest(record.input_ids, record.loss_mask):
-                raise DraftsmithError(
-                    f"{directory} holds sample {record.sample_id!r} with other tokens or another loss mask: the files "
-                    f"have changed since, or the store is damaged; import into another directory, or delete {directory}"
-                )
-    report = CaptureReport(
-        directory=directory,
-        manifest=finish_store(directory),
-        estimate=estimate,
-        captured=captured,
-        resumed=len(finished.keys() & seen),
-        refused={reason: tuple(ids) for reason, ids in refusals.ids.items()},
-        seconds=time.monotonic() - start,
-    )
-    report.write()
-    return report
+    return estimate_of(len(files), tokens, reader.layout, directory)
 
 
 class _Reader:
@@ -217,25 +218,54 @@ class _Reader:
         return None if sample is None else sample.loss_mask
 
 
-def _record(
-    document: ForeignDocument,
-    reader: _Reader,
-    layout: CaptureLayout,
-    vocab_size: int,
-    max_length: int,
-    seen: set[str],
-) -> tuple[Record | None, Reason | None]:
-    loss_mask = reader.loss_mask(document)
-    if loss_mask is None:
-        return None, Reason.WITHOUT_MASK
-    sample = Sample(document.sample_id, document.input_ids, loss_mask)
-    reason = refusal(sample, vocab_size, max_length, seen)
-    if reason is not None:
-        return None, reason
-    stored = encode(reader.features(document), layout)
-    if not bool(finite_rows(stored).all()):
-        return None, Reason.NOT_FINITE
-    return Record(sample.id, sample.input_ids, sample.loss_mask, stored), None
+@dataclass
+class _Intake:
+    """Which documents become records of the store, and why the others do not.
+
+    finished: id -> digest of what the store at `directory` holds already; vocab_size, max_length: the target's. `seen`
+    holds the ids of all documents so far.
+    """
+
+    reader: _Reader
+    refusals: Refusals
+    finished: Mapping[str, bytes]
+    directory: Path
+    vocab_size: int
+    max_length: int
+    seen: set[str] = field(default_factory=set)
+
+    def new_record(self, document: ForeignDocument) -> Record | None:
+        """The record to store; None for a document that is refused or there already.
+
+        Raises `DraftsmithError` for too many refused ones, and for one that the store holds with another content.
+        """
+        record, reason = self._record(document)
+        self.seen.add(document.sample_id)
+        if reason is not None:
+            self.refusals.add(reason, document.sample_id)
+            self.refusals.check_share()
+        if record is None or record.sample_id not in self.finished:
+            return record
+        if self.finished[record.sample_id] != _digest(record.input_ids, record.loss_mask):
+            raise DraftsmithError(
+                f"{self.directory} holds sample {record.sample_id!r} with other tokens or another loss mask: the files "
+                "have changed since, or the store is damaged; import into another directory, or delete "
+                f"{self.directory}"
+            )
+        return None
+
+    def _record(self, document: ForeignDocument) -> tuple[Record | None, Reason | None]:
+        loss_mask = self.reader.loss_mask(document)
+        if loss_mask is None:
+            return None, Reason.WITHOUT_MASK
+        sample = Sample(document.sample_id, document.input_ids, loss_mask)
+        reason = refusal(sample, self.vocab_size, self.max_length, self.seen)
+        if reason is not None:
+            return None, reason
+        stored = encode(self.reader.features(document), self.reader.layout)
+        if not bool(finite_rows(stored).all()):
+            return None, Reason.NOT_FINITE
+        return Record(sample.id, sample.input_ids, sample.loss_mask, stored), None
 
 
 def compare(
@@ -249,7 +279,7 @@ def compare(
         if not difference <= LARGEST_DIFFERENCE:
             raise DraftsmithError(
                 f"{path}: {what} differs from what the target computes there by {difference:.0%} of its length (at "
-                f"most {LARGEST_DIFFERENCE:.0%} are put up with): see that the target, --tap-ids and --final-state are "
+                f"most {LARGEST_DIFFERENCE:.0%} is allowed): see that the target, --tap-ids and --final-state are "
                 "those that the files were made with (other projects often count layers one higher)"
             )
 
