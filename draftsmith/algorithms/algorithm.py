@@ -17,7 +17,7 @@ from draftsmith.algorithms.section import DraftSection
 from draftsmith.algorithms.serving import Serving
 from draftsmith.algorithms.trainee import AnyExampleMaker, AnyTrainee, Computation
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.draft import Draft, HeadT
+from draftsmith.drafts.draft import Draft, HeadT, NetworkT
 from draftsmith.drafts.heads import HeadConfig
 from draftsmith.features.schema import CaptureLayout
 from draftsmith.targets.ends import TargetEnds
@@ -26,11 +26,11 @@ SectionT = TypeVar("SectionT", bound=DraftSection, default=Any)
 """The type of a method's `draft` section."""
 
 
-class Algorithm(ABC, Generic[SectionT, HeadT]):
+class Algorithm(ABC, Generic[SectionT, HeadT, NetworkT]):
     """One method. Instances carry no state; `registry.algorithm(name)` gives the one instance.
 
     SectionT: the type of its recipes' sections, of which `section` is the class; HeadT: the module of its drafts' head,
-    None for drafts without one.
+    None for drafts without one; NetworkT: their network.
     """
 
     name: ClassVar[str]
@@ -69,7 +69,9 @@ class Algorithm(ABC, Generic[SectionT, HeadT]):
         trained."""
 
     @abstractmethod
-    def trainee(self, draft: Draft[HeadT], ends: TargetEnds, section: SectionT, how: Computation) -> AnyTrainee:
+    def trainee(
+        self, draft: Draft[HeadT, NetworkT], ends: TargetEnds, section: SectionT, how: Computation
+    ) -> AnyTrainee:
         """What turns the examples into the terms of the loss; may set up `draft` to compute as `how` says. Raises
         `DraftsmithError` for what this draft cannot do."""
 
@@ -83,13 +85,17 @@ class Algorithm(ABC, Generic[SectionT, HeadT]):
         """Tokens that a draft of this configuration proposes a verify, unless it is told to propose fewer."""
 
     @abstractmethod
-    def drafter(self, draft: Draft[HeadT], ends: TargetEnds, options: DecodingOptions | None = None) -> AnyDrafter:
+    def drafter(
+        self, draft: Draft[HeadT, NetworkT], ends: TargetEnds, options: DecodingOptions | None = None
+    ) -> AnyDrafter:
         """What proposes in decoding. options: of the class `decoding_options`; None: all defaults.
 
         Raises `DraftsmithError` for options that this draft cannot follow, such as more proposals than it has."""
 
     @abstractmethod
-    def stepwise_drafter(self, draft: Draft[HeadT], ends: TargetEnds, num_proposals: int | None = None) -> AnyDrafter:
+    def stepwise_drafter(
+        self, draft: Draft[HeadT, NetworkT], ends: TargetEnds, num_proposals: int | None = None
+    ) -> AnyDrafter:
         """A drafter of the same greedy tokens, up to rounding, for whoever wants to see what each was chosen from: it
         hands the logits of every proposal to the sampler, in order, and proposes what the sampler chooses. The draft's
         own modules run on any device, and nothing is left out for speed. num_proposals as in `DecodingOptions`."""

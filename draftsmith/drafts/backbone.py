@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
-from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.network import Network, NetworkSizes
 from draftsmith.drafts.rope import Rope, rotate
 from draftsmith.drafts.wrapper import SublayerWrapper
 
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention of block slots over [context; own block] with RMSNorm on queries and keys."""
 
-    def __init__(self, config: DraftConfig, kind: AttentionKind) -> None:
+    def __init__(self, config: NetworkSizes, kind: AttentionKind) -> None:
         super().__init__()
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.kind = kind
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: NetworkSizes) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -119,7 +119,7 @@ class Layer(nn.Module):
 
     fused = False
 
-    def __init__(self, config: DraftConfig, kind: AttentionKind, wrappers: dict[str, SublayerWrapper]) -> None:
+    def __init__(self, config: NetworkSizes, kind: AttentionKind, wrappers: dict[str, SublayerWrapper]) -> None:
         super().__init__()
         self.self_attn = Attention(config, kind)
         self.mlp = MLP(config)
@@ -212,13 +212,16 @@ def _of_any_size(dim: int, *tensors: Tensor) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-class Backbone(nn.Module):
-    """Fuses tapped features into context, and runs blocks of embeddings over it."""
+class Backbone(Network):
+    """Fuses tapped features into context, and runs blocks of embeddings over it.
 
-    def __init__(self, config: DraftConfig) -> None:
+    wrappers: makes those of a layer's sublayers, by their names in `WRAPPED_SUBLAYERS`.
+    """
+
+    def __init__(self, config: NetworkSizes, wrappers: Callable[[], dict[str, SublayerWrapper]]) -> None:
         super().__init__()
         self.attention_kinds = config.attention_kinds
-        self.layers = nn.ModuleList(Layer(config, kind, config.head.wrappers(config)) for kind in self.attention_kinds)
+        self.layers = nn.ModuleList(Layer(config, kind, wrappers()) for kind in self.attention_kinds)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

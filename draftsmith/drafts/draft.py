@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.directory import read_directory, write_directory
+from draftsmith.drafts.network import Network
 from draftsmith.drafts.vocabulary import DraftVocabulary
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import TargetParts
@@ -34,15 +35,20 @@ class DraftWeightsError(DraftsmithError):
     """Weights that do not belong to the configured network, or that are not finite: every fault in one message."""
 
 
-class Draft(nn.Module, Generic[HeadT]):
-    """The network that proposes tokens: a backbone and, by its architecture, a `head` (`Draft[DominoHead]`; None for
-    one without).
+NetworkT = TypeVar("NetworkT", bound=Network, default=Backbone)
+"""The type of a draft's network."""
+
+
+class Draft(nn.Module, Generic[HeadT, NetworkT]):
+    """The network that proposes tokens: by its architecture a `backbone`, mostly the one that runs blocks of slots, and
+    perhaps a `head` (`Draft[DominoHead]`; None for one without).
 
     Embeddings are the target's, and so is the output head, unless the draft has a `vocabulary` of its own: rows for a
     part of the target's tokens. Parameters are named as in files of the z-lab layout, after a first component that says
     whether they belong to the `backbone`, to the `head` or to the `vocabulary`.
     """
 
+    backbone: NetworkT
     head: HeadT
     vocabulary: DraftVocabulary | None
 
@@ -50,14 +56,14 @@ class Draft(nn.Module, Generic[HeadT]):
         """The modules with parameters not set; use `from_config` or `load`."""
         super().__init__()
         self.config = config
-        self.backbone = Backbone(config)
+        self.backbone = cast(NetworkT, config.head.network(config))
         self.head = cast(HeadT, config.head.build(config))
         self.vocabulary = None
         if config.vocabulary is not None:
             self.vocabulary = DraftVocabulary(config.vocabulary.size, config.hidden_size, config.vocab_size)
 
     @classmethod
-    def from_config(cls, config: DraftConfig | dict[str, Any], *, generator: torch.Generator | None = None) -> "Draft":
+    def from_config(cls, config: DraftConfig | dict[str, Any], *, generator: torch.Generator | None = None) -> Self:
         """A draft with fresh fp32 weights on the CPU, drawn from `generator` (default: torch's own).
 
         Projections are normal with standard deviation `initializer_range`, norms 1; heads set their own. Raises
@@ -92,7 +98,7 @@ class Draft(nn.Module, Generic[HeadT]):
         layout: str | None = None,
         strict: bool = False,
         allow_pickle: bool = False,
-    ) -> "Draft":
+    ) -> Self:
         """A draft from a directory of any readable layout (recognised from its files unless `layout` is given).
 
         dtype: "auto" keeps the stored one; a name of `DTYPES` or a torch dtype converts the parameters in memory
@@ -152,7 +158,7 @@ class Draft(nn.Module, Generic[HeadT]):
             raise DraftWeightsError(f"the draft is not written to {directory}:\n" + "\n".join(faults))
         write_directory(directory, layout, self.config.to_dict(), tensors, extra_files, target, check)
 
-    def with_block_size(self, block_size: int) -> "Draft":
+    def with_block_size(self, block_size: int) -> Self:
         """The same draft, weights shared, decoding blocks of so many slots: at most those it was trained with.
 
         Raises `DraftsmithError` for more, and `DraftConfigError` where its head needs more than are left.
@@ -183,7 +189,7 @@ class Draft(nn.Module, Generic[HeadT]):
         """Of the parameters."""
         return self.backbone.fc.weight.device
 
-    def context_keys_values(self, features: Tensor, positions: Tensor) -> ContextKeysValues:
+    def context_keys_values(self: "Draft[HeadT, Backbone]", features: Tensor, positions: Tensor) -> ContextKeysValues:
         """What the layers keep of verified tokens: c = hidden_norm(fc(features)), then each layer's keys and values
         of c.
 
@@ -200,7 +206,11 @@ class Draft(nn.Module, Generic[HeadT]):
         return rows if self.config.input_embedding_scale == 1.0 else rows * self.config.input_embedding_scale
 
     def forward(
-        self, embeddings: Tensor, positions: Tensor, context: ContextKeysValues, attend: BlockAttention
+        self: "Draft[HeadT, Backbone]",
+        embeddings: Tensor,
+        positions: Tensor,
+        context: ContextKeysValues,
+        attend: BlockAttention,
     ) -> Tensor:
         """One pass over N blocks of B slots in each of R rows.
 
@@ -249,7 +259,7 @@ def file_name(parameter: str) -> str:
     return parameter.split(".", 1)[1]
 
 
-def check_weights(draft: Draft, tensors: dict[str, Tensor], source: str) -> None:
+def check_weights(draft: Draft[Any, Any], tensors: dict[str, Tensor], source: str) -> None:
     """`DraftWeightsError`, with every fault at once, unless tensors (by their canonical names) are exactly those of a
     draft (which may be on the meta device): none missing or over, shapes and dtypes as configured, all finite."""
     wanted = {file_name(name): parameter for name, parameter in draft.state_dict().items()}

@@ -5,18 +5,17 @@ configuration's `max_position_embeddings`, checked where a context length is kno
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-if TYPE_CHECKING:
-    from draftsmith.drafts.config import DraftConfig
+from draftsmith.drafts.network import RopeSizes
 
 
-def inverse_frequencies(config: "DraftConfig") -> tuple[Tensor, float]:
+def inverse_frequencies(config: RopeSizes) -> tuple[Tensor, float]:
     """(inverse frequencies [rotary_dim / 2] fp32, factor on cosine and sine) of a draft's `rope`.
 
     The default type is 1 / theta^(2i / rotary_dim) with rotary_dim = head_dim * partial_rotary_factor; the scaled types
@@ -26,7 +25,7 @@ def inverse_frequencies(config: "DraftConfig") -> tuple[Tensor, float]:
         return _inverse_frequencies(config)
 
 
-def _inverse_frequencies(config: "DraftConfig") -> tuple[Tensor, float]:
+def _inverse_frequencies(config: RopeSizes) -> tuple[Tensor, float]:
     rope = config.rope
     if rope.type == "default":
         exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
@@ -50,7 +49,7 @@ class Rope(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: "DraftConfig") -> None:
+    def __init__(self, config: RopeSizes) -> None:
         super().__init__()
         frequencies, self.factor = inverse_frequencies(config)
         self.register_buffer("inv_freq", frequencies, persistent=False)

@@ -18,7 +18,8 @@ from torch.nn import functional
 from draftsmith.drafts.checks import PositiveInt
 from draftsmith.drafts.convolution import BlockConvolution
 from draftsmith.drafts.fields import Note
-from draftsmith.drafts.heads.head import DraftSizes, HeadConfig
+from draftsmith.drafts.heads.head import HeadConfig
+from draftsmith.drafts.network import DraftSizes
 from draftsmith.drafts.wrapper import SublayerWrapper
 from draftsmith.layouts.consumers import BARE
 from draftsmith.layouts.spelling import HeadSpelling, SpeculatorsSpelling

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from draftsmith.drafts.checks import Bool, CountInt, PositiveInt
 from draftsmith.drafts.fields import Note
-from draftsmith.drafts.heads.head import DraftSizes, HeadConfig
+from draftsmith.drafts.heads.head import HeadConfig
+from draftsmith.drafts.network import DraftSizes
 from draftsmith.layouts.consumers import PLAIN_LOGITS, SINKS_ONLY
 from draftsmith.layouts.spelling import HeadSpelling, ModelOptimizerSpelling
 

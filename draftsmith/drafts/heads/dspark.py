@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from draftsmith.drafts.checks import Bool, PositiveInt, one_of
 from draftsmith.drafts.fields import Note
-from draftsmith.drafts.heads.head import DraftSizes, HeadConfig
+from draftsmith.drafts.heads.head import HeadConfig
+from draftsmith.drafts.network import DraftSizes
 from draftsmith.layouts.attention_fields import attention_mode
 from draftsmith.layouts.canonical import LayoutError
 from draftsmith.layouts.consumers import BARE, PLAIN_LOGITS, SINKS_ONLY, UNSCALED

@@ -1,5 +1,4 @@
-"""What an architecture adds to the network that all drafts share: fields of its own, how files spell them, and
-modules."""
+"""What an architecture is: fields of its own, how files spell them, and the modules that they make."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol, Self
@@ -7,20 +6,11 @@ from typing import Any, ClassVar, Protocol, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
+from draftsmith.drafts.backbone import Backbone
 from draftsmith.drafts.checks import DraftConfigError, describe
-from draftsmith.drafts.shapes import BlockShape
+from draftsmith.drafts.network import DraftSizes, Network, NetworkSizes
 from draftsmith.drafts.wrapper import SublayerWrapper
 from draftsmith.layouts.spelling import HeadSpelling, Member
-
-
-class DraftSizes(Protocol):
-    """What a head may know of the draft that it belongs to (`DraftConfig`)."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    def block_for(self, user: str) -> BlockShape: ...
 
 
 class HasHead(Protocol):
@@ -48,6 +38,11 @@ class HeadConfig(BaseModel):
     `mask_token_id`; otherwise it may not."""
     own_vocabulary: ClassVar[bool] = False
     """Whether its drafts may have an output head over a part of the target's tokens (`draft_vocab_size`)."""
+
+    def network(self, sizes: NetworkSizes) -> Network:
+        """`Draft.backbone`: the network that runs blocks of slots, unless an architecture has one of its own. The names
+        of its parameters are their names in files; weights are drawn as for `build`."""
+        return Backbone(sizes, lambda: self.wrappers(sizes))
 
     def build(self, sizes: DraftSizes) -> nn.Module | None:
         """`Draft.head`, if there is one. The names of its parameters are their names in files. Modules with parameters
