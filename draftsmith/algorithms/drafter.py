@@ -65,8 +65,9 @@ class Proposals:
     token_ids [batch, N] int64; q [batch, N, V], the distribution over the target's vocabulary that each was drawn
     from, None for deterministic proposals; count [batch] int64, how many of the N are worth verifying (None: all); the
     verifier treats the rest as not proposed. parents [batch, N] int64: the proposal that each one follows, -1 for the
-    anchor (None: a chain, each follows the one before it). states [batch, ...]: the draft's states that the tokens
-    were made from; a row in which they are not finite has failed (None: not checked).
+    anchor (None: a chain, each follows the one before it); a tree has N <= 63 proposals, parents before their children,
+    different siblings and no q. states [batch, ...]: the draft's states that the tokens were made from; a row in which
+    they are not finite has failed (None: not checked).
     """
 
     token_ids: Tensor
@@ -135,8 +136,9 @@ class Drafter(Protocol[StateT]):
         ...
 
     def update(self, state: StateT, ids: Tensor, states: TargetStates, start: Tensor, count: Tensor) -> None:
-        """Takes in a verify: ids [slots, w] int64, the anchor and the proposals after it, at positions start .. start +
-        w - 1 (start [slots] int64: the anchors), with the target's states of them. count [slots] int64: how many of
+        """Takes in a verify: ids [slots, w] int64, the anchor and the proposals after it (of a tree: in the order of
+        the path that stands), at positions start .. start + w - 1 (start [slots] int64: the anchors), with the target's
+        states of them. count [slots] int64: how many of
         them stand, the anchor among them; 0 in slots to which nothing was committed. The row's next anchor is not
         among them."""
         ...
