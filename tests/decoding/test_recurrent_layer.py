@@ -109,7 +109,7 @@ def test_slots_are_used_again_and_rows_are_cancelled(target: Target, gold: list[
     for round_number in range(400):
         engine.step()
         if round_number in (1, 6, 17):  # in work or still being read
-            victim = next(a for a in answers if not a.finished and engine.pool and a in engine.pool.occupants)
+            victim = next(a for a in answers if not a.finished and a in engine.scheduler.occupants)
             engine.cancel(victim)
             cancelled.append(answers.index(victim))
         if all(answer.finished for answer in answers):

@@ -190,12 +190,12 @@ def test_what_is_kept_after_a_tree_is_what_plain_decoding_keeps() -> None:
     answers = engine.submit(request())
     while min(len(answer.token_ids) for answer in answers) < 12:
         engine.step()
-    pool = engine.pool
+    pool, occupants = engine.runner.pool, engine.scheduler.occupants
     assert pool is not None
     assert engine.draft is not None
     taps = engine.draft.config.target_layer_ids
     for answer in answers:
-        slot = pool.occupants.index(answer)
+        slot = occupants.index(answer)
         text = [*answer.prompt, *answer.token_ids]
         known = len(text) - 1  # the last token has not been read
         ids, positions = torch.tensor([text[:known]]), torch.arange(known)[None]
@@ -209,7 +209,7 @@ def test_what_is_kept_after_a_tree_is_what_plain_decoding_keeps() -> None:
             for part, wanted in enumerate((keys, values)):
                 found = pool.draft.joint[layer, part, slot, :, :known]
                 torch.testing.assert_close(found, wanted[0], rtol=1e-4, atol=1e-4)
-    by_length = [list(answer.prompt) + answer.token_ids for answer in pool.occupants if answer is not None]
+    by_length = [list(answer.prompt) + answer.token_ids for answer in occupants if answer is not None]
     for read, start, count in drafter.updates:
         for slot, text in enumerate(by_length):
             first, stands = int(start[slot]), int(count[slot])

@@ -54,10 +54,8 @@ class TreeDrafter:
 
     def propose(self, state: Any, anchors: Tensor, anchor_ids: Tensor, extent: int, sampler: Sampler) -> Proposals:
         assert self.engine is not None
-        pool = self.engine.pool
-        assert pool is not None
         rows = []
-        for slot, answer in enumerate(pool.occupants[: len(anchors)]):
+        for slot, answer in enumerate(self.engine.scheduler.occupants[: len(anchors)]):
             row, done = (0, 0) if answer is None else (answer.index, int(anchors[slot]) + 1 - len(answer.prompt))
             rows.append(self.grow(row, self.answers[row][max(done, 0) :]))
         count = None if self.counts is None else torch.tensor([self.counts(slot) for slot in range(len(rows))])
