@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.layouts import files
-from draftsmith.layouts.canonical import CanonicalDraft, Layout, LayoutError, TargetParts
+from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
+from draftsmith.layouts.layout import Layout
 from draftsmith.layouts.speculators import SpeculatorsLayout
 from draftsmith.layouts.spelling import Family
 from draftsmith.layouts.variants import DeepSpecLayout, ModelOptimizerLayout, SglangLayout, SpecForgeLayout

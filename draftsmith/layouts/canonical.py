@@ -1,14 +1,11 @@
 """What every layout is read into and written from."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-
-if TYPE_CHECKING:
-    from draftsmith.layouts.spelling import Family
 
 
 class LayoutError(DraftsmithError):
@@ -46,31 +43,3 @@ class CanonicalDraft:
     ignored: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     target: TargetParts | None = None
-
-
-class Layout(Protocol):
-    """One way of spelling a draft in files."""
-
-    name: str
-    writable: bool
-    carries_target: bool
-
-    def recognises(self, config: dict[str, Any], files: frozenset[str], family: "Family") -> bool:
-        """Whether a directory is of this layout, from its `config.json` and the names of its files."""
-        ...
-
-    def read(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], family: "Family", strict: bool
-    ) -> CanonicalDraft:
-        """Files -> canonical. strict: fields of the draft's section that nobody knows are errors, otherwise notes."""
-        ...
-
-    def write(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], family: "Family", target: TargetParts | None
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Canonical -> (the content of `config.json`, tensors by their names in the file).
-
-        target: for layouts that carry parts of it; the others do not look at it. Raises `LayoutError` for a draft that
-        the layout cannot express, or whose readers would run as another one.
-        """
-        ...
