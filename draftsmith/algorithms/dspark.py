@@ -79,6 +79,16 @@ def _no_confidence_head(option: str, value: float) -> str:
     return f"{option} is {value}, but the draft has no confidence head; leave it out, or set enable_confidence_head"
 
 
+def _without_rollout(options: DSparkDecodingOptions) -> DSparkDecodingOptions:
+    """The options of a draft without a Markov head, whose steps have nothing to correct."""
+    if options.rollout not in ("auto", "plain") or options.tensor_parallel:
+        raise DraftsmithError(
+            f"dspark: rollout is {options.rollout!r} and tensor_parallel {options.tensor_parallel}, but the draft has "
+            "no Markov head (markov_rank is 0) to search with; leave both out"
+        )
+    return options.model_copy(update={"rollout": "plain"})
+
+
 # --- training -------------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +162,7 @@ class DSparkObjective:
 
         return cross_entropy_and_l1(
             (chosen.take(hidden), chosen.take(latents)),
-            (draft.head.markov_head.markov_w2.weight,),
+            (draft.head.markov_head.output_weight,),
             logits,
             teacher_logits,
             chosen.take(torch.where(blocks.label_mask, blocks.labels, -1)),
@@ -193,7 +203,7 @@ class DSparkFiller(Filler[DSparkHead]):
             latent, state = markov.step(state, previous, slots[:, slot])
             if self.min_survival is not None:
                 confidence.append(head.confidence(slots[:, slot], previous))
-            ids, q = sampler(corrected_logits(unary[:, slot], latent, markov.markov_w2.weight), slot)
+            ids, q = sampler(corrected_logits(unary[:, slot], latent, markov.output_weight), slot)
             draws.append((ids, q))
         count = None
         if self.min_survival is not None:
@@ -220,8 +230,9 @@ class DSpark(BlockAlgorithm[DSparkSection, DSparkHead, DSparkDecodingOptions]):
 
     def head_config(self, section: DSparkSection) -> dict[str, Any]:
         said = super().head_config(section)
-        # A confidence head reads the Markov embedding unless told otherwise.
-        return {"confidence_head_with_markov": said["enable_confidence_head"], **said}
+        # A confidence head reads the Markov embedding, if there is one, unless told otherwise.
+        with_markov = said["enable_confidence_head"] and said.get("markov_rank") != 0
+        return {"confidence_head_with_markov": with_markov, **said}
 
     def block_layout(self, config: DraftConfig) -> BlockLayout:
         return BlockLayout(BlockKind.ANCHOR_FIRST, config.block_for("dspark").size)
@@ -246,7 +257,10 @@ class DSpark(BlockAlgorithm[DSparkSection, DSparkHead, DSparkDecodingOptions]):
     def filler(self, draft: Draft[DSparkHead], ends: TargetEnds, options: DSparkDecodingOptions) -> Filler[DSparkHead]:
         if options.min_survival is not None and draft.head.confidence_head is None:
             raise DraftsmithError(_no_confidence_head("min_survival", options.min_survival))
-        weight = draft.head.markov_head.markov_w2.weight
+        markov = draft.head.markov_head
+        if markov.rank == 0:
+            options = _without_rollout(options)
+        weight = markov.output_weight
         part = check_vocabulary(self.name, draft, ends, weight, options)
         layout = self.block_layout(draft.config)
         count = check_num_proposals(options.num_proposals, layout)

@@ -43,7 +43,7 @@ class KeyedDSparkFiller(Filler[DSparkHead]):
     ) -> "KeyedDSparkFiller":
         """The filler over this part of the vocabulary; computes the bounds of W2's rows."""
         head = draft.head
-        search = Search.of(lambda: head.markov_head.markov_w2.weight, part, pruned=pruned)
+        search = Search.of(lambda: head.markov_head.output_weight, part, pruned=pruned)
         if search.bounds is not None:
             search.bounds()
         return cls(draft, ends, layout, num_proposals, part.ends(ends), search, min_survival)

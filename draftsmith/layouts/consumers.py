@@ -15,6 +15,20 @@ Check = Callable[[dict[str, Any]], Iterable[str]]
 
 
 @dataclass(frozen=True)
+class AtLeast:
+    """In a table of what a program computes: this number and larger ones."""
+
+    least: int
+
+    def __repr__(self) -> str:
+        return f"{self.least} or more"
+
+
+def _is_computed(value: Any, allowed: Any) -> bool:
+    return value >= allowed.least if isinstance(allowed, AtLeast) else value == allowed
+
+
+@dataclass(frozen=True)
 class Consumer:
     """One program in the version that its tables were read from.
 
@@ -29,7 +43,7 @@ class Consumer:
 
     def only(self, family: Family) -> dict[str, Mapping[str, Any]]:
         """Each architecture that it loads -> canonical fields that it does not know (`head.x` for the head's), and the
-        one value that it computes."""
+        one value that it computes, or the least."""
         members = {member.architecture: member.spelling.served for member in family.members}
         return {architecture: served[self.key] for architecture, served in members.items() if self.key in served}
 
@@ -40,9 +54,9 @@ class Consumer:
         if architecture not in only:
             return [f"{who} does not load {architecture!r} drafts; it loads {', '.join(map(repr, only))}"]
         faults = [
-            f"{name} is {value!r}; {who} computes {allowed!r} only"
+            f"{name} is {lookup(config, name)!r}; {who} computes {allowed!r} only"
             for name, allowed in only[architecture].items()
-            if (value := lookup(config, name)) != allowed
+            if not _is_computed(lookup(config, name), allowed)
         ]
         return faults + [f"{fault} ({who})" for check in self.checks for fault in check(config)]
 

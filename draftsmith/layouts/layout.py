@@ -19,9 +19,7 @@ class Layout(Protocol):
         """Whether a directory is of this layout, from its `config.json` and the names of its files."""
         ...
 
-    def read(
-        self, config: dict[str, Any], tensors: dict[str, Tensor], family: Family, strict: bool
-    ) -> CanonicalDraft:
+    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], family: Family, strict: bool) -> CanonicalDraft:
         """Files -> canonical. strict: fields of the draft's section that nobody knows are errors, otherwise notes."""
         ...
 

@@ -120,6 +120,8 @@ def canonical_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], di
         if name in EXTRAS or name.startswith("rotary_emb."):
             extras[full] = tensor
             continue
+        if tensor.numel() == 0:  # of a head of rank 0, which is no head
+            continue
         if name in canonical:
             raise LayoutError(f"the weights hold both {origin[name]} and {full}, which mean the same; remove one")
         canonical[name], origin[name] = tensor, full

@@ -32,8 +32,17 @@ VOCAB, SIZE = 61, 5  # the tests' mask token is the last id
 METHOD = algorithm("dspark")
 
 
-HEADS = [head("vanilla"), head("gated", with_markov=False), head("rnn"), head("gated"), head("rnn", False, False)]
-NAMES = ["vanilla", "gated, without markov", "rnn", "gated", "rnn, without confidence"]
+WITHOUT_MARKOV = head("vanilla", with_markov=False, rank=0)
+HEADS = [
+    head("vanilla"),
+    head("gated", with_markov=False),
+    head("rnn"),
+    WITHOUT_MARKOV,
+    head("gated"),
+    head("rnn", False, False),
+    head("rnn", False, False, rank=0),
+]
+NAMES = ["vanilla", "gated, confidence alone", "rnn", "no markov head", "gated", "rnn, no confidence", "no head"]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +102,8 @@ class Case:
 def slot_logits(draft: Draft, target: Target, hidden: list[Tensor], previous: list[int]) -> tuple[list, list, list]:
     """Per slot: unary logits, final logits, confidence logit (or None), by the equations of DSpark (2607.05147)."""
     parameters = {name.removeprefix("head."): p for name, p in draft.named_parameters() if name.startswith("head.")}
-    w1, w2 = (parameters[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+    none = torch.zeros(VOCAB, 0)  # of a head of rank 0, which adds nothing
+    w1, w2 = (parameters.get(f"markov_head.markov_{name}.weight", none) for name in ("w1", "w2"))
     state = torch.zeros(w1.shape[1])
     unary, final, confidence = [], [], []
     for h, token in zip(hidden, previous, strict=True):
@@ -272,7 +282,7 @@ def test_a_batch_without_candidates_adds_nothing(target: Target, fields: dict[st
     assert all((numerator == 0).all() and (count == 0).all() for numerator, count in terms.metrics.values())
 
 
-@pytest.mark.parametrize("fields", HEADS[:3], ids=NAMES[:3])
+@pytest.mark.parametrize("fields", HEADS[:4], ids=NAMES[:4])
 def test_mixed_precision_stays_near_fp32(target: Target, fields: dict[str, Any]) -> None:
     case = Case(target, make_draft(target, fields), batch_with_gaps(6))
     exact = case.terms()
@@ -326,14 +336,14 @@ def test_step_by_step_logits_are_those_of_training(target: Target, fields: dict[
     module = case.draft.head
     embedded = module.markov_head.embed(case.blocks.previous_ids)
     latents = module.markov_head.latents(embedded, hidden)[valid]
-    bias = latents @ module.markov_head.markov_w2.weight.T
+    bias = latents @ module.markov_head.output_weight.T
     together = case.draft.logits(hidden[valid], target.ends) + bias
     torch.testing.assert_close(torch.stack(seen, dim=1), together, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_proposals", [None, 1, 3])
-@pytest.mark.parametrize("fields", HEADS[:3], ids=NAMES[:3])
+@pytest.mark.parametrize("fields", HEADS[:4], ids=NAMES[:4])
 def test_proposals_follow_the_tokens_chosen(target: Target, fields: dict[str, Any], num_proposals: int | None) -> None:
     draft = make_draft(target, fields)
     hidden, anchors = torch.randn(4, SIZE, 32, generator=torch.Generator().manual_seed(2)), torch.tensor([1, 9, 30, 9])
@@ -370,3 +380,15 @@ def test_block_geometry_is_anchor_first(target: Target) -> None:
     layout = METHOD.block_layout(make_draft(target, head()).config)
     assert layout.kind is BlockKind.ANCHOR_FIRST
     assert (layout.max_proposals, layout.verify_width(layout.max_proposals)) == (SIZE, SIZE + 1)
+
+
+@torch.no_grad()
+def test_a_draft_without_a_markov_head_proposes_each_slots_own_token(target: Target) -> None:
+    draft = make_draft(target, WITHOUT_MARKOV)
+    assert [name for name, _ in draft.named_parameters() if "markov" in name] == []
+    hidden, anchors = torch.randn(4, SIZE, 32, generator=torch.Generator().manual_seed(3)), torch.tensor([1, 9, 30, 9])
+    found = filler_of(METHOD, draft, target.ends).fill(hidden, anchors, lambda logits, draw: (logits.argmax(-1), None))
+    assert torch.equal(found.token_ids, draft.argmax(hidden, target.ends))
+    for option in ({"rollout": "dense"}, {"rollout": "pruned"}, {"tensor_parallel": True}):
+        with pytest.raises(DraftsmithError, match=r"no Markov head \(markov_rank is 0\)"):
+            filler_of(METHOD, draft, target.ends, **option)

@@ -41,12 +41,18 @@ def test_what_the_recipe_leaves_out_of_the_head_is_the_checkpoint_s() -> None:
         METHOD.objective(plain, section)
 
 
-@pytest.mark.parametrize("rank", [0, -2])
-def test_a_rank_out_of_range_is_refused_by_the_section_and_by_the_configuration(rank: int) -> None:
-    with pytest.raises(ValidationError, match=r"markov_rank\s+Input should be greater than or equal to 1"):
-        DSparkSection(**SMALL, markov_rank=rank)
-    with pytest.raises(DraftsmithError, match=f"markov_rank is {rank}; allowed: an integer >= 1"):
-        draft_config(DSparkSection(**SMALL, markov_rank=4), llama()).replace(head=head("vanilla", rank=rank))
+def test_a_rank_out_of_range_is_refused_by_the_section_and_by_the_configuration() -> None:
+    with pytest.raises(ValidationError, match=r"markov_rank\s+Input should be greater than or equal to 0"):
+        DSparkSection(**SMALL, markov_rank=-2)
+    with pytest.raises(DraftsmithError, match="markov_rank is -2; allowed: an integer >= 0"):
+        draft_config(DSparkSection(**SMALL, markov_rank=4), llama()).replace(head=head("vanilla", rank=-2))
+
+
+def test_a_rank_of_zero_is_no_markov_head() -> None:
+    config = draft_config(DSparkSection(**SMALL, markov_rank=0), llama())
+    assert config.head.model_dump() == head("vanilla", with_markov=False, rank=0)
+    with pytest.raises(DraftsmithError, match=r"no Markov embedding to read \(markov_rank is 0\)"):
+        draft_config(DSparkSection(**SMALL, markov_rank=0, confidence_head_with_markov=True), llama())
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,29 @@ def test_what_is_written_is_read_again(tmp_path: Path, head: dict[str, Any]) -> 
     assert shapes == wanted
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("confidence", [False, True])
+def test_a_rank_of_zero_is_no_markov_head(tmp_path: Path, confidence: bool, held: bool) -> None:
+    """As the package speculators writes it; or with matrices that have no columns."""
+    head = dspark_head("vanilla", confidence, False, rank=0)
+    draft = tiny_draft(TARGET, architecture="dspark", head=head)
+    draft.save(tmp_path / "draft")
+    if held:
+        tensors = load_file(tmp_path / "draft/model.safetensors")
+        tensors |= {f"markov_head.markov_{name}.weight": torch.zeros(61, 0) for name in ("w1", "w2")}
+        save_file(tensors, tmp_path / "draft/model.safetensors")
+    again = Draft.load(tmp_path / "draft", strict=True)
+    assert again.config == draft.config
+    assert again.config.head.model_dump() == head
+    assert {name for name in again.state_dict() if name.startswith("head.")} == (
+        {"head.confidence_head.proj.weight", "head.confidence_head.proj.bias"} if confidence else set()
+    )
+    edit(tmp_path / "draft", {"confidence_head_with_markov": True}, confidence_head_with_markov=True)
+    if confidence:
+        with pytest.raises(DraftConfigError, match=r"no Markov embedding to read \(markov_rank is 0\)"):
+            Draft.load(tmp_path / "draft")
+
+
 def test_equal_heads_are_called_mha(tmp_path: Path) -> None:
     tiny_draft(TARGET, architecture="dspark", head=fields(), num_key_value_heads=4).save(tmp_path / "draft")
     assert json.loads((tmp_path / "draft/config.json").read_text())["dflash_config"]["attention_mode"] == "mha"

@@ -24,7 +24,8 @@ HEADS: dict[str, list[dict[str, Any]]] = {
         dspark_head(kind, confidence, markov, rank=5)
         for kind in ("vanilla", "gated", "rnn")
         for confidence, markov in ((True, True), (True, False), (False, False))
-    ],
+    ]
+    + [dspark_head("vanilla", confidence, False, rank=0) for confidence in (True, False)],
 }
 """Architecture -> heads to try."""
 

@@ -9,9 +9,10 @@ import pytest
 from safetensors.torch import load_file
 
 from draftsmith.drafts.directory import family
-from draftsmith.layouts.consumers import SPECULATORS, VLLM, VLLM_SPECULATORS, lookup
+from draftsmith.layouts import LayoutError
+from draftsmith.layouts.consumers import SGLANG, SPECULATORS, VLLM, VLLM_SPECULATORS, lookup
 from tests.layouts.drafts import FULL, HEADS, SLIDING, simple_draft, target_ends
-from tests.layouts.loaders import BACKBONE, READERS, SINKS, Reader
+from tests.layouts.loaders import BACKBONE, MARKOV, READERS, SINKS, Reader
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -53,6 +54,8 @@ def mismatches(reader: Reader, directory: Path, config: dict[str, Any]) -> list[
     named = {name.format(layer=layer) for name in (*BACKBONE, *loader.tensors) for layer in layers}
     held = set(load_file(directory / "model.safetensors"))
     optional = re.compile(r"(markov_head\.)?(gate|joint)_proj\.|confidence_(head\.)?proj\.")
+    if config["head"].get("markov_rank") == 0:
+        named -= {*MARKOV}
     wrong += sorted(named - held)
     return wrong + sorted(name for name in held - named if not optional.match(name))
 
@@ -79,14 +82,20 @@ def test_loaders_find_what_they_look_for(
 @pytest.mark.parametrize("head", range(len(HEADS["dspark"])))
 def test_every_dspark_head_is_found(tmp_path: Path, head: int) -> None:
     draft = simple_draft("dspark", head)
-    kind = draft.config.to_dict()["head"]["markov_head_type"]
+    kind, rank = (draft.config.to_dict()["head"][name] for name in ("markov_head_type", "markov_rank"))
     for reader in READERS[:4]:
-        consumer = reader.consumer
+        consumer, faults = reader.consumer, []
+        if consumer in (VLLM, VLLM_SPECULATORS) and kind != "vanilla":
+            faults = [f"head.markov_head_type is {kind!r}; vllm 0.33.0 computes 'vanilla' only"]
+        if consumer is SGLANG and rank == 0:
+            faults = ["head.markov_rank is 0; sglang 0.5.23 computes 1 or more only"]
+        assert consumer.faults(draft.config.to_dict(), family()) == faults
+        if faults and reader.layout == "sglang":
+            with pytest.raises(LayoutError, match=re.escape(faults[0])):
+                draft.save(tmp_path / reader.layout, reader.layout)
+            continue
         draft.save(tmp_path / reader.layout, reader.layout, target=target_ends())
         assert mismatches(reader, tmp_path / reader.layout, draft.config.to_dict()) == []
-        refused = consumer in (VLLM, VLLM_SPECULATORS) and kind != "vanilla"
-        faults = [f"head.markov_head_type is {kind!r}; vllm 0.33.0 computes 'vanilla' only"] if refused else []
-        assert consumer.faults(draft.config.to_dict(), family()) == faults
 
 
 def test_sinks_are_where_loaders_want_them(tmp_path: Path) -> None:

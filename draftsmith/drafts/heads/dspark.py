@@ -11,13 +11,13 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafts.checks import Bool, PositiveInt, one_of
+from draftsmith.drafts.checks import Bool, CountInt, one_of
 from draftsmith.drafts.fields import Note
 from draftsmith.drafts.heads.head import HeadConfig
 from draftsmith.drafts.network import DraftSizes
 from draftsmith.layouts.attention_fields import attention_mode
 from draftsmith.layouts.canonical import LayoutError
-from draftsmith.layouts.consumers import BARE, PLAIN_LOGITS, SINKS_ONLY, UNSCALED
+from draftsmith.layouts.consumers import BARE, PLAIN_LOGITS, SINKS_ONLY, UNSCALED, AtLeast
 from draftsmith.layouts.fields import Fields
 from draftsmith.layouts.spelling import HeadSpelling, ModelOptimizerSpelling, SpeculatorsSpelling
 
@@ -81,7 +81,7 @@ def _write_head(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class DSparkHeadConfig(HeadConfig):
-    """A Markov head of rank R, and perhaps a confidence head."""
+    """A Markov head of rank R (0: none, as the package speculators has it), and perhaps a confidence head."""
 
     architecture = "dspark"
     spelling = HeadSpelling(
@@ -105,15 +105,15 @@ class DSparkHeadConfig(HeadConfig):
             tensor_names=_FLAT_NAMES,
         ),
         served={
-            "sglang": PLAIN_LOGITS,
+            "sglang": {**PLAIN_LOGITS, "head.markov_rank": AtLeast(1)},
             "vllm": {**PLAIN_LOGITS, **_VANILLA, **UNSCALED},
             "speculators": BARE,
             "vllm-speculators": {**BARE, **_VANILLA},
-            "modelopt": SINKS_ONLY,
+            "modelopt": {**SINKS_ONLY, "head.markov_rank": AtLeast(1)},
         },
     )
 
-    markov_rank: Annotated[PositiveInt, Note("R, the rank of the bias from the token before.")]
+    markov_rank: Annotated[CountInt, Note("R, the rank of the bias from the token before; 0: there is no bias.")]
     markov_head_type: Annotated[
         str,
         one_of(lambda: MARKOV_HEADS),
@@ -135,6 +135,11 @@ class DSparkHeadConfig(HeadConfig):
                 "confidence_head_with_markov is True, but there is no confidence head (enable_confidence_head is "
                 "False); allowed: False, or enable_confidence_head True"
             )
+        if self.confidence_head_with_markov and self.markov_rank == 0:
+            yield (
+                "confidence_head_with_markov is True, but there is no Markov embedding to read (markov_rank is 0); "
+                "allowed: False"
+            )
 
 
 # --- modules --------------------------------------------------------------------------------------------------------
@@ -151,6 +156,11 @@ class MarkovHead(nn.Module, ABC):
         self.rank = rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """W2 [V, R]."""
+        return self.markov_w2.weight
 
     def embed(self, previous_ids: Tensor) -> Tensor:
         """Token ids [...] int64 -> w = W1[ids] [..., R]."""
@@ -213,6 +223,31 @@ class RnnMarkovHead(MarkovHead):
         return torch.tanh(output), keep * state + (1.0 - keep) * torch.tanh(candidate)
 
 
+class NoMarkovHead(MarkovHead):
+    """The head of rank 0: every w, z and bias is of no numbers or of zeros, and there are no parameters."""
+
+    nothing: Tensor
+
+    def __init__(self, vocab_size: int) -> None:
+        nn.Module.__init__(self)
+        self.rank = 0
+        # On the CPU also while a draft is made on the meta device: no file holds it.
+        self.register_buffer("nothing", torch.empty(vocab_size, 0, device="cpu"), persistent=False)
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.nothing
+
+    def embed(self, previous_ids: Tensor) -> Tensor:
+        return self.nothing.new_zeros(*previous_ids.shape, 0)
+
+    def step(self, state: Tensor, previous: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return previous, state
+
+    def latents(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        return previous
+
+
 MARKOV_HEADS: dict[str, type[MarkovHead]] = {
     "vanilla": VanillaMarkovHead,
     "gated": GatedMarkovHead,
@@ -238,8 +273,12 @@ class DSparkHead(nn.Module):
 
     def __init__(self, fields: DSparkHeadConfig, sizes: DraftSizes) -> None:
         super().__init__()
-        markov = MARKOV_HEADS[fields.markov_head_type]
-        self.markov_head = markov(sizes.vocab_size, fields.markov_rank, sizes.hidden_size)
+        self.markov_head: MarkovHead
+        if fields.markov_rank == 0:
+            self.markov_head = NoMarkovHead(sizes.vocab_size)
+        else:
+            markov = MARKOV_HEADS[fields.markov_head_type]
+            self.markov_head = markov(sizes.vocab_size, fields.markov_rank, sizes.hidden_size)
         self.confidence_head: ConfidenceHead | None = None
         self.confidence_with_markov = fields.confidence_head_with_markov
         if fields.enable_confidence_head:
