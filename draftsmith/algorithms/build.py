@@ -6,9 +6,10 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.section import DraftSection
 from draftsmith.drafts.config import FIELDS, DraftConfig
 from draftsmith.drafts.fields import Origin
-from draftsmith.drafts.rope_config import ROPE_TYPES
+from draftsmith.drafts.rope_config import ROPE_TYPES, RopeConfig
 from draftsmith.drafts.shapes import BlockShape
 from draftsmith.errors import DraftsmithError
+from draftsmith.layouts.rope_fields import one_position
 from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.taps import default_tap_ids
 
@@ -135,12 +136,19 @@ def _rope(section: DraftSection) -> dict[str, Any] | None:
 def _target_rope(text_config: Any) -> dict[str, Any]:
     """The target's rope; of a target that has one for each kind of layer, that of the full layers."""
     rope = text_config.rope_parameters
-    rope = rope.get("full_attention", rope)
+    rope = one_position(rope.get("full_attention", rope), [])
     if rope["rope_type"] == "dynamic":  # which within the target's window is the default one
         rope = {**rope, "rope_type": "default", "factor": None, "original_max_position_embeddings": None}
     if rope["rope_type"] not in ROPE_TYPES:
         raise DraftsmithError(
             f"the target's rope is of type {rope['rope_type']!r}, and a draft's may be {', '.join(ROPE_TYPES)}; set "
             f"draft.rope_theta for a plain one (the target's is {rope['rope_theta']})"
+        )
+    strange = {name: value for name, value in rope.items() if value is not None and name not in RopeConfig.model_fields}
+    if strange:
+        named = ", ".join(f"{name} = {value!r}" for name, value in strange.items())
+        raise DraftsmithError(
+            f"the target's rope has {named}, which a draft's cannot have; set draft.rope_theta for a plain one (the "
+            f"target's is {rope['rope_theta']})"
         )
     return {name: value for name, value in rope.items() if value is not None}

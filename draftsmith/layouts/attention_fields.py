@@ -15,14 +15,14 @@ def read_attention(fields: Fields) -> dict[str, Any]:
     `sliding_window`; such layers see the whole block unless `causal` says otherwise. Raises `LayoutError` for
     contradictions.
     """
-    attention = qwen3_layers(fields.top, fields.get("num_hidden_layers"))
+    attention = qwen3_layers(fields)
     causal = fields.get("causal", "is_causal")
     use_swa, swa_window = fields.get("use_swa"), fields.get("swa_window_size")
     if use_swa not in (None, True, False):
         raise LayoutError(f"use_swa is {use_swa!r}; allowed: true, false")
     layer_types = attention["layer_types"]
     if use_swa and isinstance(layer_types, list) and SLIDING not in layer_types:
-        attention = {"layer_types": [SLIDING] * len(layer_types), "sliding_window": fields.top.get("sliding_window")}
+        attention = {"layer_types": [SLIDING] * len(layer_types), "sliding_window": fields.get("sliding_window")}
         causal = False if causal is None else causal
     if swa_window is not None and any_sliding(attention):
         window = attention["sliding_window"]
@@ -71,13 +71,14 @@ def uniform_kind(config: dict[str, Any]) -> tuple[bool, bool] | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def qwen3_layers(config: dict[str, Any], num_layers: Any) -> dict[str, Any]:
-    """layer_types and sliding_window (None where files do not say) from Qwen3's own fields; files without layer_types
-    follow Qwen3's rule for them. Raises `LayoutError` for sliding layers whose window readers drop."""
-    window, sliding = config.get("sliding_window"), config.get("use_sliding_window")
-    layer_types = config.get("layer_types")
+def qwen3_layers(fields: Fields) -> dict[str, Any]:
+    """layer_types and sliding_window (None where files do not say) from Qwen3's own fields, at either level; files
+    without layer_types follow Qwen3's rule for them. Raises `LayoutError` for sliding layers whose window readers
+    drop."""
+    window, sliding, num_layers = map(fields.get, ("sliding_window", "use_sliding_window", "num_hidden_layers"))
+    layer_types, full_layers = fields.get("layer_types"), fields.get("max_window_layers")
     if layer_types is None:
-        first = config.get("max_window_layers", 28) if sliding else num_layers
+        first = (28 if full_layers is None else full_layers) if sliding else num_layers  # 28: Qwen3's default
         if _counts(num_layers, first):
             layer_types = [FULL if i < first else SLIDING for i in range(num_layers)]
     if isinstance(layer_types, list) and SLIDING in layer_types:

@@ -16,6 +16,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "is_neox_style": (True,),
     "rope_is_neox_style": (True,),
     "use_aux_hidden_state": (True,),
+    "text_config": (),  # SGLang reads the fields in there before those beside it
 }
 
 
@@ -78,34 +79,3 @@ def tell_unknown(unknown: dict[str, Any], architecture: str, strict: bool, notes
     if strict:
         raise LayoutError(f"{text}, which no draft of architecture {architecture!r} uses; remove it")
     notes.append(f"{text}, which draftsmith does not know and does not apply")
-
-
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding as one `rope_parameters` dictionary, from either way of writing it.
-
-    `rope_parameters` {rope_theta, rope_type, ...}, or `rope_theta` with `rope_scaling` {rope_type or type, factor, ...}
-    and `partial_rotary_factor`. Both may be there if they agree. There is no default for theta: a draft rotated with
-    another base than it was trained with is useless.
-    """
-    merged: dict[str, Any] = {}
-    for source in ("rope_parameters", "rope_scaling"):
-        given = config.get(source) or {}
-        if not isinstance(given, dict):
-            raise LayoutError(f"{source} is {given!r}; allowed: an object")
-        if "full_attention" in given or "sliding_attention" in given:
-            raise LayoutError(f"{source} is written by layer type; the layers of a draft share one rotary embedding")
-        _merge(merged, {"rope_type": given.get("type")}, f"{source}.type")  # the older name
-        _merge(merged, {name: value for name, value in given.items() if name != "type"}, source)
-    _merge(merged, {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}, "the top level")
-    if "rope_theta" not in merged:
-        raise LayoutError("rope_theta is missing, at top level and in rope_parameters; it has no safe default")
-    return merged
-
-
-def _merge(merged: dict[str, Any], given: dict[str, Any], source: str) -> None:
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name in merged and merged[name] != value:
-            raise LayoutError(f"rope: {name} is {merged[name]!r}, but {value!r} in {source}; write it once")
-        merged[name] = value

@@ -7,18 +7,19 @@ from torch import Tensor
 from draftsmith.layouts.attention_fields import any_sliding, check_attention_mode, qwen3_layers, uniform_kind
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
 from draftsmith.layouts.consumers import SPECULATORS
-from draftsmith.layouts.fields import Fields, refuse_unsupported, rope_parameters, tell_unknown
+from draftsmith.layouts.fields import Fields, refuse_unsupported, tell_unknown
 from draftsmith.layouts.layer_ids import from_layer_input_ids, to_layer_input_ids
+from draftsmith.layouts.rope_fields import rope_parameters, written_rope
 from draftsmith.layouts.spelling import Family, Member, SpeculatorsSpelling
 from draftsmith.layouts.variants import refuse
 from draftsmith.layouts.vocabulary import EMBEDDING, HEAD, check_whole_vocabulary
 from draftsmith.layouts.zlab import (
     canonical_tensors,
     read_dtype,
+    read_sinks,
     renamed,
     without_prefix,
     written_layers,
-    written_rope,
 )
 
 TYPE = "speculators_model_type"
@@ -58,14 +59,16 @@ class SpeculatorsLayout:
         parts = {without_prefix(name): tensor for name, tensor in extras.items()}
         check_whole_vocabulary(parts, fields.get("vocab_size"), fields.get("draft_vocab_size"))
         tensors = renamed(tensors, member.spelling.other_names)
-        _check_own(fields, member, kind)
+        _check_own(fields, member, kind, notes)
         canonical: dict[str, Any] = {"architecture": member.architecture}
         canonical |= {name: fields.get(name) for name in family.network}
         canonical |= {name: fields.get(spelt) for name, spelt in _own(family).items()}
         canonical["target_layer_ids"] = _tap_ids(canonical["target_layer_ids"])
-        canonical["rope"] = rope_parameters(fields.nested)
+        canonical["rope"] = rope_parameters(
+            {NETWORK_SECTION: fields.nested, "the top level": config}, fields.get("head_dim"), notes
+        )
         canonical |= _attention(fields, kind)
-        canonical["attention_sinks"] = False
+        canonical["attention_sinks"] = read_sinks(fields, tensors)
         fields.get("dtype")  # in two places, which must agree
         canonical["dtype"] = read_dtype({**fields.nested, **config}, tensors, notes)
         canonical["head"] = member.read_head(fields, tensors)
@@ -119,11 +122,12 @@ class SpeculatorsLayout:
 
 
 def _member(architecture: Any, family: Family) -> tuple[Member, SpeculatorsSpelling]:
-    spelt = {m.architecture: (m, m.spelling.speculators) for m in family.members}
-    known = {name: (member, kind) for name, (member, kind) in spelt.items() if kind is not None}
-    if architecture not in known:
+    known = {m.architecture: (m, m.spelling.speculators) for m in family.members if m.spelling.speculators}
+    if not isinstance(architecture, str) or architecture not in known:
         raise LayoutError(f"{TYPE} is {architecture!r}; allowed: {', '.join(map(repr, known))}")
-    return known[architecture]
+    member, kind = known[architecture]
+    assert kind is not None
+    return member, kind
 
 
 def _own(family: Family) -> dict[str, str]:
@@ -131,7 +135,7 @@ def _own(family: Family) -> dict[str, str]:
     return {field.name: field.place.speculators for field in family.own if field.place.speculators is not None}
 
 
-def _check_own(fields: Fields, member: Member, kind: SpeculatorsSpelling) -> None:
+def _check_own(fields: Fields, member: Member, kind: SpeculatorsSpelling, notes: list[str]) -> None:
     """Raises `LayoutError` for what this layout does not have by itself, and for another anchor's slot."""
     if fields.get("num_target_layers") is None:
         raise LayoutError(
@@ -143,11 +147,15 @@ def _check_own(fields: Fields, member: Member, kind: SpeculatorsSpelling) -> Non
         raise LayoutError(
             f"sample_from_anchor is {sampled!r}; allowed for {member.architecture!r}: {kind.sample_from_anchor}"
         )
+    if sampled is None and kind.sample_from_anchor:
+        notes.append(
+            "sample_from_anchor is left out: the layout's writer reads that as true, which is done here, vLLM as false"
+        )
 
 
 def _attention(fields: Fields, kind: SpeculatorsSpelling) -> dict[str, Any]:
     """The canonical `layer_types`, `sliding_window` and `causal`."""
-    attention = qwen3_layers(fields.nested, fields.get("num_hidden_layers"))
+    attention = qwen3_layers(fields)
     loose = fields.get("sliding_window_non_causal")
     if loose not in (None, True, False):
         raise LayoutError(f"sliding_window_non_causal is {loose!r}; allowed: true, false")
@@ -182,8 +190,9 @@ def _with_defaults(config: dict[str, Any], family: Family, notes: list[str]) -> 
     from transformers import Qwen3Config
 
     defaults = Qwen3Config().to_dict()
-    left_out = {name: defaults[name] for name in family.network if name not in network}
-    if not {"rope_parameters", "rope_theta", "rope_scaling"} & set(network):
+    said = {**config, **network}  # some writers put such fields beside the section
+    left_out = {name: defaults[name] for name in family.network if name not in said}
+    if not {"rope_parameters", "rope_theta", "rope_scaling"} & set(said):
         left_out["rope_parameters"] = defaults["rope_parameters"]
     if left_out:
         values = ", ".join(f"{name} = {value!r}" for name, value in left_out.items())
@@ -196,7 +205,8 @@ def _unknown(fields: Fields) -> dict[str, Any]:
     from transformers import PretrainedConfig, Qwen3Config
 
     network = {*Qwen3Config().to_dict(), *_WRITERS_OWN, "rope_theta", "rope_scaling", "partial_rotary_factor"}
-    return fields.unknown(network, {*PretrainedConfig().to_dict(), *_WRITERS_OWN})
+    beside = {*PretrainedConfig().to_dict(), *_WRITERS_OWN, "rope_theta", "rope_scaling", "rope_parameters"}
+    return fields.unknown(network, {*beside, "partial_rotary_factor"})
 
 
 def _tap_ids(ids: Any) -> Any:

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from draftsmith.layouts.attention_fields import SLIDING, check_attention_mode, read_attention
 from draftsmith.layouts.canonical import CanonicalDraft, LayoutError, TargetParts
-from draftsmith.layouts.fields import Fields, refuse_unsupported, rope_parameters, tell_unknown
+from draftsmith.layouts.fields import Fields, refuse_unsupported, tell_unknown
+from draftsmith.layouts.layer_ids import to_layer_input_ids
+from draftsmith.layouts.rope_fields import rope_parameters, written_rope
 from draftsmith.layouts.spelling import Family, Member
 from draftsmith.layouts.vocabulary import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT, check_whole_vocabulary
 
@@ -40,12 +42,13 @@ class ZlabLayout:
         tensors = renamed(tensors, member.spelling.other_names)
         canonical: dict[str, Any] = {"architecture": member.architecture}
         canonical |= {spelling.name: fields.get(spelling.name) for spelling in family.fields}
-        canonical["rope"] = rope_parameters(config)
+        canonical["rope"] = rope_parameters({"the top level": config}, fields.get("head_dim"), notes)
         canonical |= read_attention(fields)
-        canonical["attention_sinks"] = _sinks(fields, tensors)
+        canonical["attention_sinks"] = read_sinks(fields, tensors)
         canonical["dtype"] = read_dtype(config, tensors, notes)
         canonical["head"] = member.read_head(fields, tensors)
         check_attention_mode(fields)
+        _check_layer_inputs(fields)
         refuse_unsupported(fields)
         tell_unknown(fields.unknown(), member.architecture, strict, notes)
         if canonical["final_logit_softcapping"] == 0:  # how some files say that there is none
@@ -160,7 +163,21 @@ def _member(config: dict[str, Any], fields: Fields, family: Family) -> Member:
     raise LayoutError(f"architectures is {named!r}; allowed: one of {', '.join(map(repr, known))}")
 
 
-def _sinks(fields: Fields, tensors: dict[str, Tensor]) -> bool:
+def _check_layer_inputs(fields: Fields) -> None:
+    """Raises `LayoutError` where `eagle_aux_hidden_state_layer_ids`, which vLLM captures by if it is there, are other
+    layers than those that the draft was trained on (counted from one)."""
+    inputs, taps = fields.get("eagle_aux_hidden_state_layer_ids"), fields.get("target_layer_ids")
+    if inputs is not None and isinstance(taps, list) and all(isinstance(tap, int) for tap in taps):
+        wanted = to_layer_input_ids(taps)
+        if inputs != wanted:
+            raise LayoutError(
+                f"eagle_aux_hidden_state_layer_ids is {inputs!r}, but target_layer_ids is {taps}; allowed: the same "
+                f"layers, counted from one ({wanted}), or no such field"
+            )
+
+
+def read_sinks(fields: Fields, tensors: dict[str, Tensor]) -> bool:
+    """Whether the weights hold attention sinks; `LayoutError` where the files say otherwise."""
     said, held = fields.get("attention_sink_bias"), any(name.endswith(SINK) for name in tensors)
     if said is not None and bool(said) != held:
         held_text = "holds" if held else "does not hold"
@@ -186,18 +203,3 @@ def read_dtype(config: dict[str, Any], tensors: dict[str, Tensor], notes: list[s
         raise LayoutError(f"dtype is missing, and the weights hold {held}; say in config.json which is meant")
     notes.append(f"config.json declares no dtype; the weights hold {held[0]}")
     return held[0]
-
-
-def written_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for older readers."""
-    partial = rope.get("partial_rotary_factor", 1.0)
-    parameters = {name: value for name, value in rope.items() if name != "partial_rotary_factor" or partial != 1.0}
-    scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    written = {
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-        "rope_parameters": parameters,
-    }
-    if partial != 1.0:
-        written["partial_rotary_factor"] = partial
-    return written

@@ -222,6 +222,10 @@ def test_which_of_several_pickles_is_not_guessed(tmp_path: Path) -> None:
         ({}, {"use_gemma_norm": True}, "use_gemma_norm is True"),
         ({}, {"logit_scale": 2.0}, "logit_scale is 2.0"),
         ({}, {"target_hidden_size": 21}, "target_hidden_size is 21, but hidden_size is 20"),
+        ({}, {"text_config": {"hidden_size": 20}}, "text_config is .*; allowed: none"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 0]}, "layers, counted from one .*2, 1"),
+        ({"layer_types": [SLIDING, FULL]}, {}, r"dflash_config\.layer_types is .* but layer_types is"),
+        ({"sliding_window": 3, "layer_types": [SLIDING, FULL]}, {"layer_types": None}, "use_sliding_window is false"),
     ],
 )
 def test_numbers_that_are_not_computed_are_refused(
@@ -260,3 +264,37 @@ def test_vocabularies_are_whole_or_refused(tmp_path: Path, extras: dict[str, Ten
         return
     with pytest.raises(LayoutError, match=said):
         read_directory(tmp_path / "draft")
+
+
+@pytest.mark.parametrize("architecture", sorted(HEADS))
+@pytest.mark.parametrize(("kv_heads", "mode"), [(2, "gqa"), (4, "gqa"), (1, "gqa"), (4, "mha"), (2, None)])
+def test_one_rule_for_the_mode_of_attention(tmp_path: Path, architecture: str, kv_heads: int, mode: str | None) -> None:
+    """SpecForge writes it for every method: `gqa` says nothing of the number of heads, `mha` that there are as many."""
+    draft = simple_draft(architecture, num_key_value_heads=kv_heads)
+    draft.save(tmp_path / "draft")
+    config = config_of(tmp_path / "draft")
+    rewrite(tmp_path / "draft", config | {"dflash_config": config["dflash_config"] | {"attention_mode": mode}})
+    assert Draft.load(tmp_path / "draft", strict=True).config.meaning() == draft.config.meaning()
+    for wrong, said in (
+        ("mha", "attention_mode is 'mha', but num_attention_heads is 4"),
+        ("mla", "keys and values of"),
+    ):
+        if wrong == "mha" and kv_heads == 4:
+            continue
+        rewrite(tmp_path / "draft", config | {"dflash_config": config["dflash_config"] | {"attention_mode": wrong}})
+        with pytest.raises(LayoutError, match=said):
+            Draft.load(tmp_path / "draft")
+
+
+def test_names_that_sglang_reads_first_say_the_same(tmp_path: Path) -> None:
+    draft = simple_draft("dspark")
+    draft.save(tmp_path / "draft")
+    config = config_of(tmp_path / "draft")
+    assert draft.config.block is not None
+    same = {"dspark_block_size": draft.config.block.size, "dspark_noise_token_id": draft.config.block.mask_token_id}
+    rewrite(tmp_path / "draft", config | same)
+    assert Draft.load(tmp_path / "draft", strict=True).config.meaning() == draft.config.meaning()
+    for name, value in {"block_size": 3, "noise_token_id": 5, "target_layer_ids": [0], "markov_rank": 9}.items():
+        rewrite(tmp_path / "draft", config | {f"dspark_{name}": value})
+        with pytest.raises(LayoutError, match=f"dspark_{name} is"):
+            Draft.load(tmp_path / "draft")

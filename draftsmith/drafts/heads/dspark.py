@@ -49,6 +49,9 @@ def _read_head(fields: Fields, tensors: dict[str, Tensor]) -> dict[str, Any]:
             raise LayoutError(
                 f"{name} is {value!r}; allowed: true, since the anchor's slot of a DSpark block predicts the next token"
             )
+    for name in ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type"):
+        # SGLang reads the longer name first; two different answers are an error.
+        fields.get(name, f"dspark_{'noise_token_id' if name == 'mask_token_id' else name}")
     fields.get("confidence_head_alpha")  # a weight of the training loss: nothing to apply
     head_type = fields.get("markov_head_type")
     weight = tensors.get(_CONFIDENCE_WEIGHT)
