@@ -16,13 +16,13 @@ from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.cache import KeysValues
+from draftsmith.targets.cache import KeysValues, KeysValuesShape
 from draftsmith.targets.passes import CachedPass
 
 IMPLEMENTATION = "draftsmith"
 
 # Arguments of other attention functions that change the result and that this one does not compute.
-_UNSUPPORTED = ("attention_mask", "s_aux", "position_bias", "head_mask")
+_UNSUPPORTED = ("attention_mask", "position_bias", "head_mask", "sinks", "indices", "block_indices")
 
 
 class CachedAttention:
@@ -41,12 +41,15 @@ class CachedAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """New tokens' query [batch, heads, w, d], key and value [batch, kv_heads, w, d] -> [batch, heads, w, d]."""
+        """New tokens' query [batch, heads, w, key_dim], key [batch, kv_heads, w, key_dim] and value [batch, kv_heads, w,
+        value_dim] -> [batch, heads, w, value_dim]. sinks [heads]: scores that take part in each query's softmax and
+        have no value."""
         stored = self.keys_values(layer)
         stored.write(self.run.places, key, value)
         self.run.ran(layer)
-        return self.over_cache(query, stored, scale=scale, window=window, softcap=softcap)
+        return self.over_cache(query, stored, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def keys_values(self, layer: int) -> KeysValues:
         """What an attention layer keeps. Raises `DraftsmithError` for a layer of another kind."""
@@ -66,14 +69,15 @@ class CachedAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of query [batch, heads, w, d] over all that a layer keeps, its own keys and values among it.
+        """Attention of query [batch, heads, w, key_dim] over all that a layer keeps, its own keys and values among it.
 
-        On a CUDA device by `kernels.attention.block_attention`, which reads only what is visible; on others by
-        PyTorch's attention under a mask.
+        On a CUDA device by `kernels.attention.block_attention`, which reads only what is visible; elsewhere, and for
+        sinks or values of another width than keys, by PyTorch's operations under a mask.
         """
         keys, values = stored.keys, stored.values
-        if query.is_cuda:
+        if query.is_cuda and sinks is None and keys.shape[-1] == values.shape[-1]:
             from draftsmith.kernels.attention.block_attention import (
                 block_attention,  # needs Triton, which a CPU may lack
             )
@@ -88,20 +92,37 @@ class CachedAttention:
         # Query heads that share a key head become more queries of that head, so that no key is read or copied twice.
         query = query.reshape(batch, kv_heads, groups * width, head_dim)
         visible = self.run.visible(window, groups)
-        if softcap is None:
+        if softcap is None and sinks is None:
             out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
         else:
-            out = _softcapped_attention(query, keys, values, visible, scale, softcap)
+            if sinks is not None:
+                sinks = sinks.view(kv_heads, groups, 1, 1).expand(-1, -1, width, -1).flatten(1, 2)
+            out = _explicit_attention(query, keys, values, visible, scale, softcap, sinks)
         return out.reshape(batch, heads, width, values.shape[-1])
 
 
-def _softcapped_attention(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float
+def _explicit_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """softmax(softcap * tanh(scale * q.k / softcap)) v over the visible entries, softmax in fp32."""
-    scores = torch.tanh(query @ keys.transpose(-1, -2) * scale / softcap) * softcap
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return functional.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+    """softmax(s) v over the visible entries, in fp32, where s = scale * q.k, or softcap * tanh(scale * q.k / softcap).
+
+    sinks [kv_heads, queries, 1]: each query's score of an entry without a value (attention sinks, arXiv 2309.17453, as
+    learnt by gpt-oss).
+    """
+    scores = query @ keys.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.float().masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(len(scores), -1, -1, -1)), dim=-1)
+    weights = functional.softmax(scores, dim=-1)[..., : keys.shape[2]]
+    return weights.to(values.dtype) @ values
 
 
 def _attention_function(
@@ -115,6 +136,7 @@ def _attention_function(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The signature that Hugging Face models call; returns ([batch, w, heads, d], no attention weights)."""
@@ -135,8 +157,20 @@ def _attention_function(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+class RecordingAttention(CachedAttention):
+    """Attends to nothing, and notes what each layer that calls it would keep of a token."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, KeysValuesShape] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        self.shapes[layer] = KeysValuesShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_zeros(*query.shape[:3], value.shape[3])
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention_function)

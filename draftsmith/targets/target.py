@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from draftsmith.base.dtypes import parse_dtype
 from draftsmith.base.switch import SWITCH_NAMES
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.device import need_triton
-from draftsmith.targets.attention import CachedAttention, draftsmith_attention
-from draftsmith.targets.cache import Room, StaticCache, TargetCache
+from draftsmith.targets.attention import CachedAttention, RecordingAttention, draftsmith_attention
+from draftsmith.targets.cache import KeysValuesShape, Room, StaticCache, TargetCache
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.info import TargetInfo
@@ -208,8 +209,19 @@ class Target:
         Raises `DraftsmithError` for a target with layers of a kind that is not in `targets.layers`.
         """
         kinds = self._layer_kinds()
-        shapes = [kind.shape(self.text_config, index) for index, kind in enumerate(kinds)]
+        attention = self._attention_shapes
+        shapes = [kind.shape(self.text_config, index, attention.get(index)) for index, kind in enumerate(kinds)]
         return StaticCache.allocate(shapes, Room(slots, length, width, self.dtype, self.device))
+
+    @cached_property
+    def _attention_shapes(self) -> dict[int, KeysValuesShape]:
+        """What each layer that attends keeps of a token: asked of the layers themselves, in one pass over two tokens,
+        because configurations say it in many ways."""
+        recorder, ids = RecordingAttention(), torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        positions = torch.arange(2, device=self.device)[None]
+        with torch.no_grad(), current(self.device), draftsmith_attention(self._decoder.config):
+            self._decoder(input_ids=ids, position_ids=positions, use_cache=False, draftsmith_attention=recorder)
+        return recorder.shapes
 
     @torch.no_grad()
     def forward(

@@ -34,11 +34,48 @@ _EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }
 
+_LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _EXPERTS,
     "qwen3_next": _DELTA | _EXPERTS,
     "olmo_hybrid": _DELTA | {"linear_allow_neg_eigval": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "granite_swa": {"sliding_window": 8},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "gemma4_text": {
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 4,
+        "global_head_dim": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "kimi_linear": _LATENT
+    | {
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "num_local_experts": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    },
+    "lara_mini": _DELTA | _EXPERTS,
 }
 """model type -> fields of its configuration beyond the sizes that all share."""
 

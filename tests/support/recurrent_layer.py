@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.cache import LayerCache, Room
+from draftsmith.targets.cache import KeysValuesShape, LayerCache, Room
 from draftsmith.targets.layers import LayerKind, register_layer_kind
 from draftsmith.targets.layers.kind import replaced_forward
 from draftsmith.targets.passes import CachedPass
@@ -88,7 +88,7 @@ class Recurrent(LayerKind):
     name = "linear_attention"
     model_types = ("toy_hybrid",)
 
-    def shape(self, text_config: Any, index: int) -> StateShape:
+    def shape(self, text_config: Any, index: int, attention: KeysValuesShape | None) -> StateShape:
         return StateShape(text_config.hidden_size)
 
     def running(self, layer: Any, index: int, run: CachedPass) -> AbstractContextManager[None]:

@@ -101,12 +101,16 @@ def test_kinds_are_registered_once() -> None:
         register_layer_kind(FullAttention())
 
 
-def test_shapes_come_from_the_configuration() -> None:
-    info = tiny_target("gemma3").info
+def test_kinds_come_from_the_configuration_and_shapes_from_the_layers() -> None:
+    target = tiny_target("gemma3")
+    info = target.info
     assert info.layer_kinds == ("sliding_attention", "full_attention") * 2
     for index, kind in enumerate(known_kinds(info.layer_kinds, "tiny")):
         assert kind.name == info.layer_kinds[index]
-        assert kind.shape(info.text_config, index) == KeysValuesShape(2, 8, 8)
-    without = SimpleNamespace(num_attention_heads=4, hidden_size=24, num_hidden_layers=2)
+        given = KeysValuesShape(index + 1, 8, 6)
+        assert kind.shape(info.text_config, index, given) == given
+    assert [layer.keys.shape for layer in target.new_cache(3, 20).layers] == [(3, 2, 20, 8)] * 4
+    without = SimpleNamespace(num_attention_heads=4, hidden_size=24, num_hidden_layers=2, model_type="none")
     assert TargetInfo(without).layer_kinds == ("full_attention",) * 2
-    assert FullAttention().shape(without, 0) == KeysValuesShape(4, 6, 6)
+    with pytest.raises(DraftsmithError, match="layer 1 of this none model calls no attention function"):
+        FullAttention().shape(without, 1, None)

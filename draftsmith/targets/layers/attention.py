@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
+from draftsmith.errors import DraftsmithError
 from draftsmith.targets.cache import KeysValuesShape
-from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.layers.kind import LayerKind
 
 
@@ -12,12 +12,11 @@ class FullAttention(LayerKind):
 
     name: ClassVar[str] = "full_attention"
 
-    def shape(self, text_config: Any, index: int) -> KeysValuesShape:
-        """Heads as the configuration has them for all layers."""
-        return attention_shape(text_config)
-
-
-def attention_shape(text_config: Any) -> KeysValuesShape:
-    """Keys and values of a layer with the heads of a Hugging Face text configuration."""
-    info = TargetInfo(text_config)
-    return KeysValuesShape(info.kv_heads, info.head_dim, info.head_dim)
+    def shape(self, text_config: Any, index: int, attention: KeysValuesShape | None) -> KeysValuesShape:
+        """Keys and values as the layer hands them over, which may differ from layer to layer."""
+        if attention is None:
+            raise DraftsmithError(
+                f"layer {index} of this {text_config.model_type} model calls no attention function, so draftsmith "
+                "cannot keep its keys and values; this model type cannot be decoded"
+            )
+        return attention

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftsmith.kernels.recurrent.recurrence import Tokens
+from draftsmith.targets.cache import KeysValuesShape
 from draftsmith.targets.layers.kind import LayerKind, replaced_forward
 from draftsmith.targets.layers.recurrent import RecurrentShape, RecurrentState, kept_state
 from draftsmith.targets.passes import CachedPass
@@ -68,7 +69,7 @@ class GatedDelta(DeltaRule):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "lara_mini")
 
-    def shape(self, text_config: Any, index: int) -> RecurrentShape:
+    def shape(self, text_config: Any, index: int, attention: KeysValuesShape | None) -> RecurrentShape:
         return RecurrentShape(
             heads=text_config.linear_num_value_heads,
             key_heads=text_config.linear_num_key_heads,
@@ -131,7 +132,7 @@ class KimiDelta(DeltaRule):
     norm: ClassVar[str] = "o_norm"
     out: ClassVar[str] = "o_proj"
 
-    def shape(self, text_config: Any, index: int) -> RecurrentShape:
+    def shape(self, text_config: Any, index: int, attention: KeysValuesShape | None) -> RecurrentShape:
         heads, dim = text_config.linear_num_heads, text_config.linear_head_dim
         return RecurrentShape(heads, heads, dim, dim, text_config.linear_conv_kernel_dim, by_channel=True, delta=True)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from draftsmith.targets.cache import LayerShape
+from draftsmith.targets.cache import KeysValuesShape, LayerShape
 from draftsmith.targets.passes import CachedPass
 
 
@@ -21,8 +21,9 @@ class LayerKind(ABC):
     others."""
 
     @abstractmethod
-    def shape(self, text_config: Any, index: int) -> LayerShape:
-        """What layer `index` keeps of each text."""
+    def shape(self, text_config: Any, index: int, attention: KeysValuesShape | None) -> LayerShape:
+        """What layer `index` keeps of each text. attention: the keys and values that it hands to the model's attention
+        function, None for a layer that calls none."""
 
     def running(self, layer: nn.Module, index: int, run: CachedPass) -> AbstractContextManager[None]:
         """While open, the model's own `layer` runs over `run.cache.layers[index]`, and notes that with `run.ran`.
