@@ -43,9 +43,9 @@ class CachedAttention:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """New tokens' query [batch, heads, w, key_dim], key [batch, kv_heads, w, key_dim] and value [batch, kv_heads, w,
-        value_dim] -> [batch, heads, w, value_dim]. sinks [heads]: scores that take part in each query's softmax and
-        have no value."""
+        """New tokens' query [batch, heads, w, key_dim], key [batch, kv_heads, w, key_dim] and value [batch, kv_heads,
+        w, value_dim] -> [batch, heads, w, value_dim]. sinks [heads]: scores that take part in each query's softmax
+        and have no value."""
         stored = self.keys_values(layer)
         stored.write(self.run.places, key, value)
         self.run.ran(layer)

@@ -31,11 +31,13 @@ _TABLE_MARGIN = 256
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What a layer tells the attention function: scale of the scores, window or None, cap of the scores or None."""
+    """What a layer tells the attention function: scale of the scores, window or None, cap of the scores or None, and
+    sinks [heads] or None."""
 
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ class FusedDecoder:
             heads=layer.attention.heads, q_weight=layer.attention.q_norm, k_weight=layer.attention.k_norm,
             eps=self.epsilon, unit_offset=self.unit_offset, places=None if run.at_positions else run.places,
         )  # fmt: skip
-        attended = attention.over_cache(query, stored, scale=facts.scale, window=facts.window, softcap=facts.softcap)
+        attended = attention.over_cache(
+            query, stored, scale=facts.scale, window=facts.window, softcap=facts.softcap, sinks=facts.sinks
+        )
         value, partial = self._product(attended.transpose(1, 2).flatten(2), layer.attention.out)
         return _Sum(value, partial, layer.attention_post_norm)
 
@@ -146,12 +150,14 @@ class FusedDecoder:
         return linear_or_addends(x, linear.weight, linear.bias)
 
 
-def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: TargetCache) -> FusedDecoder:
+def fuse(
+    decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], new_cache: Callable[[], TargetCache]
+) -> FusedDecoder:
     """A `FusedDecoder` for a Hugging Face decoder, whose weights are joined in place.
 
-    config: its text configuration; embed: token ids to what the first layer reads; cache: an empty one for one row of
-    a few tokens, for the comparison of both ways. Raises `DraftsmithError` for a model that cannot be fused, by name,
-    and for one whose fused results are not its own; the model's own code computes what it did in either case.
+    config: its text configuration; embed: token ids to what the first layer reads; new_cache: makes an empty cache for
+    one row of a few tokens, for the comparison of both ways. Raises `DraftsmithError` for a model that cannot be fused,
+    by name, and for one whose fused results are not its own; the model's own code computes what it did in either case.
     """
     fault = fusing_fault(decoder, config)
     if fault is not None:
@@ -162,6 +168,7 @@ def fuse(decoder: Any, config: Any, embed: Callable[[Tensor], Tensor], cache: Ta
     style = STYLES[type(decoder.layers[0]).__name__]
     ropes = _layer_ropes(decoder, config, style.rope_by_layer_type)
     epsilon = norm_epsilon(decoder)
+    cache = new_cache()
     ids = torch.arange(1, 1 + cache.length, device=decoder.norm.weight.device)[None] % config.vocab_size
     positions = torch.arange(cache.length, device=ids.device)[None]
     run = CachedPass(cache, positions)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,9 @@ class Target:
         from draftsmith.targets.fused import fuse
 
         with current(self.device):
-            self._fused = fuse(self._decoder, self.text_config, self.ends.embed, self.new_cache(1, _FUSE_PROBE))
+            self._fused = fuse(
+                self._decoder, self.text_config, self.ends.embed, partial(self.new_cache, 1, _FUSE_PROBE)
+            )
 
     @property
     def fused(self) -> bool:
