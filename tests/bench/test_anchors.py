@@ -32,7 +32,7 @@ def states(target: Target, draft: Draft, text: list[int], anchor: int) -> torch.
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_chances_of_independent_slots(kind: str) -> None:
     target = tiny_target(kind, num_layers=2)
-    draft = tiny_draft(target, block_size=5, input_embedding_scale=target.embedding_scale or 1.0)
+    draft = tiny_draft(target, block_size=5, input_embedding_scale=target.info.embedding_scale or 1.0)
     text = torch.randint(97, (18,)).tolist()
     found = proposals_at(target, draft, text, ANCHORS)
     for row, anchor in enumerate(ANCHORS):

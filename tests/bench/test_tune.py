@@ -52,7 +52,7 @@ def draft_of(target, method, block_size=5, **fields):
 @pytest.mark.parametrize("method", HEADS)
 def test_a_replay_commits_what_the_engine_commits(of, seed, method, request):
     target = request.getfixturevalue(of)
-    draft = draft_of(target, method, seed=seed, input_embedding_scale=target.embedding_scale or 1.0)
+    draft = draft_of(target, method, seed=seed, input_embedding_scale=target.info.embedding_scale or 1.0)
     plain = generate(target, None, PROMPTS, max_new_tokens=20)
     texts = [anchored(target, draft, p, g.token_ids) for p, g in zip(PROMPTS, plain, strict=True)]
     assert max(max(text.accepted) for text in texts) >= 2
