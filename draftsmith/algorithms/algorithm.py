@@ -15,7 +15,7 @@ from draftsmith.algorithms.drafter import AnyDrafter
 from draftsmith.algorithms.options import DecodingOptions, parse_decoding_options
 from draftsmith.algorithms.section import DraftSection
 from draftsmith.algorithms.serving import Serving
-from draftsmith.algorithms.trainee import AnyExampleMaker, AnyTrainee, Computation
+from draftsmith.algorithms.trainee import AnyExampleMaker, AnyTrainee, Computation, Corpus
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, HeadT, NetworkT
 from draftsmith.drafts.heads import HeadConfig
@@ -67,6 +67,10 @@ class Algorithm(ABC, Generic[SectionT, HeadT, NetworkT]):
     def examples(self, config: DraftConfig, section: SectionT) -> AnyExampleMaker:
         """What finds examples to learn from, in reader processes. Raises `DraftsmithError` for a draft that cannot be
         trained."""
+
+    def initialise(self, draft: Draft[HeadT, NetworkT], ends: TargetEnds, corpus: Corpus) -> None:
+        """What a fresh draft takes from its target and from what it is going to learn: the tokens of its vocabulary,
+        say. Called before the first step of a run that starts from no checkpoint; nothing, unless a method needs it."""
 
     @abstractmethod
     def trainee(

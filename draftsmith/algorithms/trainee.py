@@ -61,6 +61,14 @@ class Work:
     flops: float = 0.0
 
 
+class Corpus(Protocol):
+    """The text that a draft is going to learn from."""
+
+    def supervised_counts(self, vocab_size: int) -> Tensor:
+        """How often each of the target's tokens is supervised: [vocab_size] int64, on the CPU."""
+        ...
+
+
 ExamplesT = TypeVar("ExamplesT", bound=Examples)
 ExamplesT_contra = TypeVar("ExamplesT_contra", bound=Examples, contravariant=True)
 

@@ -3,11 +3,12 @@
 import hashlib
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftsmith.capture.backends import BACKENDS, check_backend
 from draftsmith.capture.options import CaptureOptions
@@ -80,6 +81,10 @@ class OnlineFeatures:
             if self._cache is not None:
                 self._cache.keep(records)
         return records
+
+    def texts(self, documents: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens and loss masks of the documents with these numbers; the target does not run."""
+        return ((self._samples[d].input_ids, self._samples[d].loss_mask) for d in documents)
 
     def carrying(self, features: Collection[str]) -> "OnlineFeatures":
         """Itself: the target gives what its layout says, whatever is needed of it."""

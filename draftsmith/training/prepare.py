@@ -12,7 +12,7 @@ from accelerate.utils import ProjectConfiguration
 
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.section import DraftSection
-from draftsmith.algorithms.trainee import Computation
+from draftsmith.algorithms.trainee import Computation, Corpus
 from draftsmith.base.devices import parse_device, resolve_device
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError, differences
@@ -29,7 +29,7 @@ from draftsmith.training.loading import TrainingBatches
 from draftsmith.training.micro_batch import BatchMaker
 from draftsmith.training.options import TrackOptions, TrainOptions, check_replayable
 from draftsmith.training.plan import StepPlan, check_rows_per_step
-from draftsmith.training.source import FeatureSource
+from draftsmith.training.source import FeatureSource, SourceCorpus
 from draftsmith.training.start import Start, find_start
 from draftsmith.training.tracking import wanted_trackers
 
@@ -115,7 +115,7 @@ def prepare(
         total_steps=total_steps,
         batches=TrainingBatches(plan, made, training, rank=rank, num_ranks=ranks, workers=workers, device=device),
         evaluation=_evaluation(made, held_out, options, rank, ranks) if held_out else None,
-        loss=_draft_loss(start, target, options, device, autocast),
+        loss=_draft_loss(start, target, SourceCorpus(source, training), options, device, autocast),
     )
 
 
@@ -183,13 +183,21 @@ def _check_length(start: Start, total_steps: int) -> None:
 
 
 def _draft_loss(
-    start: Start, target: TrainingTarget, options: TrainOptions, device: torch.device, autocast: torch.dtype | None
+    start: Start,
+    target: TrainingTarget,
+    corpus: Corpus,
+    options: TrainOptions,
+    device: torch.device,
+    autocast: torch.dtype | None,
 ) -> DraftLoss:
     """The draft with the weights that the run begins with, and its loss, on `device`."""
+    method = algorithm(start.section.algorithm)
     torch.manual_seed(options.seed)
     draft = Draft.from_config(start.config)
     if start.warm is not None:
         start.warm.load_into(draft)
+    elif start.latest is None:
+        method.initialise(draft, target.ends, corpus)
     draft = draft.to(device, torch.float32)
     how = Computation(
         device,
@@ -198,7 +206,6 @@ def _draft_loss(
         recompute=options.gradient_checkpointing,
         compile_layers=device.type == "cuda" if options.compile == "auto" else options.compile,
     )
-    method = algorithm(start.section.algorithm)
     trainee = method.trainee(draft, _ends_for(target.ends, device, autocast), start.section, how)
     return DraftLoss(draft, trainee, autocast=autocast)
 

@@ -1,7 +1,11 @@
 """Where training gets its documents and their features from: a store, or a target that runs beside it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from draftsmith.features.manifest import StoreHeader
 from draftsmith.features.reader import Store
@@ -31,6 +35,10 @@ class FeatureSource(Protocol):
         """The number of documents that hold a token."""
         ...
 
+    def texts(self, documents: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of the documents with these numbers, without their features: input_ids [S] int64 and loss_mask [S] bool."""
+        ...
+
     def carrying(self, features: Collection[str]) -> "FeatureSource":
         """The same documents; records need carry no other features than these."""
         ...
@@ -57,5 +65,26 @@ class StoreSource:
     def documents_with(self, token: int) -> int:
         return self.store.documents_with(token)
 
+    def texts(self, documents: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        without_features = self.store.carrying(())
+        for document in documents:
+            record = without_features[document]
+            yield record.input_ids, record.loss_mask
+
     def carrying(self, features: Collection[str]) -> "StoreSource":
         return StoreSource(self.store, features)
+
+
+@dataclass(frozen=True)
+class SourceCorpus:
+    """Some documents of a source, as an `algorithms.trainee.Corpus`."""
+
+    source: FeatureSource
+    documents: Sequence[int]
+
+    def supervised_counts(self, vocab_size: int) -> Tensor:
+        """How often each token is supervised in these documents: [vocab_size] int64."""
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for input_ids, loss_mask in self.source.texts(self.documents):
+            counts += torch.bincount(input_ids[loss_mask], minlength=vocab_size)
+        return counts

@@ -54,9 +54,10 @@ def counting_store(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     final_state: bool = False,
+    shift: int = 0,
 ) -> Store:
     """Documents of 9 to 23 tokens: a prompt token, then 0, 1, ..., SYMBOLS-1, 0, ... from a random start. The documents
-    numbered in `unsupervised` have an empty loss mask."""
+    numbered in `unsupervised` have an empty loss mask. shift: added to every id, around the end of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     layout = CaptureLayout(TAP_IDS, target.hidden_size, final_state=final_state, dtype=dtype)
     with StoreWriter(directory, StoreHeader.for_layout(layout, identity_of(target), None)) as writer:
@@ -65,6 +66,7 @@ def counting_store(
             start = int(torch.randint(SYMBOLS, (), generator=generator))
             ids = (torch.arange(length) + start) % SYMBOLS
             ids[0] = SYMBOLS + 1
+            ids = (ids + shift) % target.info.vocab_size
             states = target.forward(ids[None], torch.arange(length)[None], tap_ids=TAP_IDS, final_state=final_state)
             mask = torch.ones(length, dtype=torch.bool)
             mask[0] = False
