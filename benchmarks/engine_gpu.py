@@ -32,8 +32,8 @@ from draftsmith.decoding.request import Request
 from draftsmith.decoding.sampling import SamplingOptions
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft
-from draftsmith.drafts.fused import FusedDraft
 from draftsmith.drafts.runner import ContextCache, FusedBlocks
+from draftsmith.kernels.layers import skinny_linear
 from draftsmith.targets.target import Target
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4096, 12288, 32, 8, 128, 151936
@@ -243,14 +243,15 @@ class Bench:
             assert isinstance(context, ContextCache)
             ids = torch.full((batch, BLOCK), VOCABULARY - 1, device="cuda")
             taps = torch.randn(batch, BLOCK, DRAFT_LAYERS * HIDDEN, device="cuda", dtype=DTYPE)
-            for skinny in (True, False):
-                blocks.fused = FusedDraft(self.draft, skinny=skinny)
+            for limit in (skinny_linear.MAX_ROWS, 0):
+                usual, skinny_linear.MAX_ROWS = skinny_linear.MAX_ROWS, limit
                 run = self._draft_graph(blocks, context, ids, taps, pool.state.length)
+                skinny_linear.MAX_ROWS = usual
                 run()
                 found = median_ms(run, inner=20)
                 size = cycle_bytes(0, batch, 512) - 4 * VOCABULARY * HIDDEN
                 floor = round(self.floor_ms(size), 4)
-                say(part="draft", batch=batch, skinny=skinny, ms=round(found, 4), floor_ms=floor)
+                say(part="draft", batch=batch, skinny=limit > 0, ms=round(found, 4), floor_ms=floor)
                 if batch == 1:
                     print(profile(run, 5, 12)[1], flush=True)
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import target_gpu
 import torch
@@ -28,8 +28,10 @@ from engine_trained_gpu import random_draft, random_target
 
 from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
-from draftsmith.kernels.attention.block_attention import block_attention
+from draftsmith.kernels.attention.block_attention import attention_tiling, block_attention
+from draftsmith.kernels.attention.visibility import CachePattern
 from draftsmith.kernels.layers import skinny_linear as skinny
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -73,33 +75,24 @@ WAYS: dict[str, dict[str, Any]] = {
 LARGE_WAYS = {name: WAYS[name] for name in ("16", "32")}
 
 
-class Tiles(NamedTuple):
-    """Options of `skinny_linear`."""
-
-    splits: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    held: int = 1
-
-    def __str__(self) -> str:
-        return "/".join(str(int(value)) for value in self)
+def tiles(splits: int, columns: int, depth: int, warps: int, stages: int, held: int = 1) -> Tiling:
+    """A tiling of `skinny_linear` for up to 32 rows."""
+    return Tiling(32, columns, depth, splits, held=held, warps=warps, stages=stages)
 
 
 # By inner dimension for SmolLM2, where every part should be whole blocks.
-SMALL: dict[int, tuple[Tiles, ...]] = {
-    576: tuple(Tiles(*t) for t in (
+SMALL: dict[int, tuple[Tiling, ...]] = {
+    576: tuple(tiles(*t) for t in (
         (1, 64, 64, 4, 5), (3, 64, 64, 4, 3), (3, 64, 64, 4, 3, 3), (3, 64, 64, 2, 3, 3), (9, 64, 64, 4, 2),
         (1, 32, 64, 4, 5), (3, 32, 64, 4, 3), (3, 32, 64, 4, 3, 3), (3, 32, 64, 2, 3, 3),
         (9, 32, 64, 4, 2), (3, 16, 64, 2, 3, 3),
     )),
-    1536: tuple(Tiles(*t) for t in (
+    1536: tuple(tiles(*t) for t in (
         (4, 64, 128, 4, 3), (4, 64, 128, 4, 3, 3), (6, 64, 128, 4, 3, 2),
         (12, 64, 128, 4, 2), (8, 64, 64, 4, 3), (8, 64, 64, 4, 3, 3), (4, 32, 128, 4, 3, 3), (8, 32, 64, 4, 3, 3),
         (8, 32, 64, 2, 3, 3),
     )),
-    2880: tuple(Tiles(*t) for t in (
+    2880: tuple(tiles(*t) for t in (
         (9, 64, 64, 4, 3), (9, 64, 64, 4, 3, 5), (15, 64, 64, 4, 3, 3), (9, 32, 64, 4, 3, 5), (15, 32, 64, 2, 3, 3),
     )),
 }  # fmt: skip
@@ -110,10 +103,10 @@ LARGE = (
 LARGE_SPLITS = {"qkv": (1, 2, 4), "out": (2, 4), "gate_up": (1, 2), "down": (2, 4), "taps": (4, 8)}
 
 
-def candidates(model: str, name: str) -> list[Tiles]:
+def candidates(model: str, name: str) -> list[Tiling]:
     if model == "smollm2":
         return list(SMALL[SHAPES[model][name][1]])
-    return [Tiles(splits, *tile) for splits in LARGE_SPLITS[name] for tile in LARGE]
+    return [tiles(splits, *tile) for splits in LARGE_SPLITS[name] for tile in LARGE]
 
 
 def graph_us(launch: Callable[..., object], operands: Sequence[tuple[torch.Tensor, ...]], quick: bool) -> float:
@@ -145,7 +138,7 @@ class Bench:
         self.models, self.rows, self.quick = arguments.models, arguments.rows, arguments.quick
         self.kernels = arguments.kernels
         self.bandwidth = 1.0 if self.quick else measured_bandwidth()
-        self.best: dict[tuple[int, int, int], Tiles] = {}  # by rows, outputs, inner: what a sweep found
+        self.best: dict[tuple[int, int, int], Tiling] = {}  # by rows, outputs, inner: what a sweep found
         say(part="setup", terabytes_per_second=round(self.bandwidth / 1e12, 3), torch=torch.__version__)
 
     def shapes(self) -> Iterator[tuple[str, str, int, int]]:
@@ -173,13 +166,13 @@ class Bench:
             for rows in (16, 17, 32) if model == "smollm2" else (17, 32):
                 x = torch.randn(rows, inner, device=DEVICE, dtype=DTYPE)
                 found = []
-                for tiles in candidates(model, name):
-                    us = graph_us(partial(skinny.skinny_linear, x, **tiles._asdict()), weights, self.quick)
-                    found.append((us, tiles))
+                for tiling in candidates(model, name):
+                    us = graph_us(partial(skinny.skinny_linear, x, tiling=tiling), weights, self.quick)
+                    found.append((us, tiling))
                 found.sort()
                 self.best[rows, outputs, inner] = found[0][1]
                 chosen = graph_us(partial(skinny.skinny_linear, x), weights, self.quick)
-                table = " ".join(f"{us}:{'/'.join(map(str, tiles))}" for us, tiles in found)
+                table = " ".join(f"{us}:{'/'.join(map(str, tiling))}" for us, tiling in found)
                 say(part="sweep", model=model, name=name, rows=rows, chosen_us=chosen, us_by_tiles=table)
 
     @contextmanager
@@ -188,8 +181,9 @@ class Bench:
         rows, kernel = skinny.MAX_ROWS, skinny.skinny_linear
 
         def tuned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            tiles = self.best.get((x.numel() // x.shape[-1], *weight.shape))
-            return kernel(x, weight, **(tiles._asdict() if best and tiles is not None else options))
+            chosen = skinny.skinny_tiling(x, weight)._replace(**options)
+            swept = self.best.get((x.numel() // x.shape[-1], *weight.shape))
+            return kernel(x, weight, tiling=swept if best and swept is not None else chosen)
 
         skinny.MAX_ROWS = limit
         skinny.skinny_linear = tuned  # type: ignore[assignment]
@@ -263,9 +257,13 @@ class Bench:
         }  # fmt: skip
         if width * heads // kv_heads > 64:
             for splits in (8, 16):
-                ways[f"tiles of 64, splits {splits}"] = {"block_m": 64, "splits": splits}
-        attention = partial(block_attention, q, start=positions, scale=dim**-0.5, causal=True)
-        return {name: graph_us(partial(attention, **options), caches, self.quick) for name, options in ways.items()}
+                ways[f"tiles of 64, splits {splits}"] = {"rows": 64, "splits": splits, "warps": 4}
+        attention = partial(block_attention, q, pattern=CachePattern(positions, causal=True), scale=dim**-0.5)
+        chosen = attention_tiling(q, kv_heads)
+        return {
+            name: graph_us(partial(attention, tiling=chosen._replace(**options)), caches, self.quick)
+            for name, options in ways.items()
+        }
 
 
 PARTS = ("products", "sweep", "cycles", "target", "others")

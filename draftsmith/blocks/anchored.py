@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +10,9 @@ from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.visibility import block_visibility
 from draftsmith.drafts.attention import AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.attention.anchored_attention import AnchoredTiling, Runs, anchored_attention, anchored_tiling
 from draftsmith.kernels.attention.block_rows import rows_of_a_block
 from draftsmith.kernels.attention.visibility import Visibility
-
-if TYPE_CHECKING:
-    from draftsmith.kernels.attention.anchored_attention import Runs, Tiling
 
 LARGEST_HEAD = 128
 """Channels of a head that the kernel was tried with."""
@@ -26,10 +23,8 @@ LEAST_SHARED_MEMORY = 162 * 1024
 64 keys and values in flight, of 128 channels in 16 bits; A100 and H100 have them, smaller devices train with flex."""
 
 
-def runs(seen: Visibility, blocks: Blocks, keys: int) -> "Runs":
+def runs(seen: Visibility, blocks: Blocks, keys: int) -> Runs:
     """What the kernel needs of who sees what; `keys`: context tokens of a tile."""
-    from draftsmith.kernels.attention.anchored_attention import Runs
-
     num_blocks, block_size = blocks.input_ids.shape[1:]
     context = seen.num_keys - num_blocks * block_size
     return Runs(
@@ -89,13 +84,15 @@ class AnchoredBlockAttention:
     What the kernel needs of a pattern is worked out when a layer first asks, and kept for the others.
     """
 
-    def __init__(self, seen: dict[AttentionKind, Visibility], blocks: Blocks, tiles: "Tiling | None" = None) -> None:
+    def __init__(
+        self, seen: dict[AttentionKind, Visibility], blocks: Blocks, tiles: AnchoredTiling | None = None
+    ) -> None:
         self._seen = seen
         self._blocks = blocks
         self._tiles = tiles
         self._runs: dict[tuple[AttentionKind, int], Runs] = {}
 
-    def runs(self, kind: AttentionKind, keys: int) -> "Runs":
+    def runs(self, kind: AttentionKind, keys: int) -> Runs:
         """Of layers of this pattern, for tiles of so many keys; `DraftsmithError` for a pattern that was not named."""
         if kind not in self._seen:
             raise DraftsmithError(f"no attention runs for layers of {kind}; there are some for {list(self._seen)}")
@@ -117,12 +114,10 @@ class AnchoredBlockAttention:
     ) -> Tensor:
         """Shapes as in `BlockAttention`; raises `DraftsmithError` for a kind without runs, and for heads or blocks that
         it cannot do."""
-        from draftsmith.kernels.attention.anchored_attention import anchored_attention, tiling
-
         group, block_size = q.shape[1] // context_k.shape[1], self._blocks.input_ids.shape[-1]
         check_anchored(q.shape[-1], group, block_size)
-        tiles = self._tiles or tiling(q.shape[-1], q.element_size(), rows_of_a_block(group, block_size))
-        runs = self.runs(kind, tiles.dkv_keys)
+        tiles = self._tiles or anchored_tiling(q.shape[-1], q.element_size(), rows_of_a_block(group, block_size))
+        runs = self.runs(kind, tiles.keys.columns)
         mixed, lse = anchored_attention(q, context_k, context_v, block_k, block_v, runs, scale=scale, tiles=tiles)
         if sinks is None:
             return mixed
@@ -136,7 +131,7 @@ def check_anchored(head_dim: int, group: int, block_size: int) -> None:
 
 
 def anchored_block_attention(
-    blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], tiles: "Tiling | None" = None
+    blocks: Blocks, document: Tensor, kinds: Iterable[AttentionKind], tiles: AnchoredTiling | None = None
 ) -> AnchoredBlockAttention:
     """`AnchoredBlockAttention` for a packed batch; arguments as for `block_visibility`. tiles: None: as the kernel
     likes them."""

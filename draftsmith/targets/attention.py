@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.targets.cache import KeysValues, KeysValuesShape
+from draftsmith.kernels.attention.block_attention import block_attention
+from draftsmith.targets.cache import KeysValuesShape
 from draftsmith.targets.passes import CachedPass
 
 IMPLEMENTATION = "draftsmith"
@@ -46,83 +45,12 @@ class CachedAttention:
         """New tokens' query [batch, heads, w, key_dim], key [batch, kv_heads, w, key_dim] and value [batch, kv_heads,
         w, value_dim] -> [batch, heads, w, value_dim]. sinks [heads]: scores that take part in each query's softmax
         and have no value."""
-        stored = self.keys_values(layer)
+        stored = self.run.keys_values(layer)
         stored.write(self.run.places, key, value)
         self.run.ran(layer)
-        return self.over_cache(query, stored, scale=scale, window=window, softcap=softcap, sinks=sinks)
-
-    def keys_values(self, layer: int) -> KeysValues:
-        """What an attention layer keeps. Raises `DraftsmithError` for a layer of another kind."""
-        kept = self.run.cache.layers[layer]
-        if not isinstance(kept, KeysValues):
-            raise DraftsmithError(
-                f"layer {layer} attends to earlier tokens, but the cache keeps a {type(kept).__name__} for it: the "
-                "configuration gives this layer another kind than the model"
-            )
-        return kept
-
-    def over_cache(
-        self,
-        query: Tensor,
-        stored: KeysValues,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of query [batch, heads, w, key_dim] over all that a layer keeps, its own keys and values among it.
-
-        On a CUDA device by `kernels.attention.block_attention`, which reads only what is visible; elsewhere, and for
-        sinks or values of another width than keys, by PyTorch's operations under a mask.
-        """
-        keys, values = stored.keys, stored.values
-        if query.is_cuda and sinks is None and keys.shape[-1] == values.shape[-1]:
-            from draftsmith.kernels.attention.block_attention import (
-                block_attention,  # needs Triton, which a CPU may lack
-            )
-
-            return block_attention(
-                query, keys, values, self.run.queries, scale=scale, causal=True, window=window, softcap=softcap,
-                ancestors=self.run.ancestors,
-            )  # fmt: skip
-        batch, heads, width, head_dim = query.shape
-        kv_heads = keys.shape[1]
-        groups = heads // kv_heads
-        # Query heads that share a key head become more queries of that head, so that no key is read or copied twice.
-        query = query.reshape(batch, kv_heads, groups * width, head_dim)
-        visible = self.run.visible(window, groups)
-        if softcap is None and sinks is None:
-            out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
-        else:
-            if sinks is not None:
-                sinks = sinks.view(kv_heads, groups, 1, 1).expand(-1, -1, width, -1).flatten(1, 2)
-            out = _explicit_attention(query, keys, values, visible, scale, softcap, sinks)
-        return out.reshape(batch, heads, width, values.shape[-1])
-
-
-def _explicit_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """softmax(s) v over the visible entries, in fp32, where s = scale * q.k, or softcap * tanh(scale * q.k / softcap).
-
-    sinks [kv_heads, queries, 1]: each query's score of an entry without a value (attention sinks, arXiv 2309.17453, as
-    learnt by gpt-oss).
-    """
-    scores = query @ keys.transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.float().masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float().expand(len(scores), -1, -1, -1)), dim=-1)
-    weights = functional.softmax(scores, dim=-1)[..., : keys.shape[2]]
-    return weights.to(values.dtype) @ values
+        return block_attention(
+            query, stored.keys, stored.values, self.run.pattern(window), scale=scale, softcap=softcap, sinks=sinks
+        )
 
 
 def _attention_function(

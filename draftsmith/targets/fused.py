@@ -1,27 +1,23 @@
 """The target's cached forward with fewer, fatter operations: joined projections and fused kernels around them.
 
-The layers are computed as the model's own code computes them, rounding where it rounds; only which operations share a
-launch differs. Between two matrix products runs one kernel: residual addition and norm; norm, rope and cache write;
-attention; gate. The model itself is not changed but for its weights' storage (`targets.joining`), and its own code
-stays the reference: `fuse` compares the two on a few tokens before anything else is run.
+The layers (`kernels.fused_layer`) are computed as the model's own code computes them, rounding where it rounds; only
+which operations share a launch differs. The model itself is not changed but for its weights' storage
+(`targets.joining`), and its own code stays the reference: `fuse` compares the two on a few tokens before anything else
+is run.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.attention.rope_cache import rope_cache
-from draftsmith.kernels.layers.gated_activation import gated_activation
-from draftsmith.kernels.layers.rms_norm import rms_norm
-from draftsmith.kernels.layers.skinny_linear import linear_or_addends
+from draftsmith.kernels.fused_layer import Coming, Entries, FusedLayer, FusedNorm, Product
 from draftsmith.targets.attention import CachedAttention, draftsmith_attention
 from draftsmith.targets.cache import TargetCache
 from draftsmith.targets.experts import capturable_experts
-from draftsmith.targets.joining import STYLES, GatedMLP, Layer, Linear, fusing_fault, join_layer, norm_epsilon
+from draftsmith.targets.joining import STYLES, LayerFacts, fusing_fault, join_layer, norm_epsilon
 from draftsmith.targets.passes import CachedPass
 from draftsmith.targets.taps import tap_layers
 
@@ -29,49 +25,24 @@ from draftsmith.targets.taps import tap_layers
 _TABLE_MARGIN = 256
 
 
-@dataclass(frozen=True)
-class LayerFacts:
-    """What a layer tells the attention function: scale of the scores, window or None, cap of the scores or None, and
-    sinks [heads] or None."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """A sublayer's output on its way to the residual stream: value [B, w, H], or [S, B, w, H] fp32 addends where
-    `partial`; `post_norm` [H] is applied before it is added, where there is one."""
-
-    value: Tensor
-    partial: bool = False
-    post_norm: Tensor | None = None
-
-
 class FusedDecoder:
     """Runs the layers of a model whose weights it has joined; holds no state of any batch.
 
-    layers, facts: one of each a layer; tables: (cos, sin) [positions, rotary] of each layer, in the model's dtype.
+    layers: the model's; windows: of each layer's attention, None: none; tables: (cos, sin) [positions, rotary] of each
+    layer, in the model's dtype.
     """
 
     def __init__(
         self,
-        layers: Sequence[Layer],
-        facts: Sequence[LayerFacts],
+        layers: Sequence[FusedLayer],
+        windows: Sequence[int | None],
         tables: Sequence[tuple[Tensor, Tensor]],
-        final_norm: Tensor,
-        *,
-        epsilon: float,
-        unit_offset: bool,
+        final_norm: FusedNorm,
     ) -> None:
         self.layers = tuple(layers)
-        self.facts = tuple(facts)
+        self.windows = tuple(windows)
         self.tables = tuple(tables)
         self.final_norm = final_norm
-        self.epsilon = epsilon
-        self.unit_offset = unit_offset
 
     @property
     def max_positions(self) -> int:
@@ -88,66 +59,32 @@ class FusedDecoder:
             raise DraftsmithError(
                 f"a cache of {run.cache.length} positions; the target's rope is known for {self.max_positions}"
             )
-        attention = CachedAttention(run)
         taps: dict[int, Tensor] = {}
         stream: Tensor | None = None
-        coming = _Sum(embedded)
+        coming = Coming(Product(embedded))
         for index, layer in enumerate(self.layers):
-            states, stream = self._norm(coming, stream, layer.input_norm)
+            states, stream = layer.input_norm(coming, stream)
             if index - 1 in tap_ids:
                 taps[index - 1] = stream
-            coming, stream = self._sublayers(index, states, stream, attention)
-        final, stream = self._norm(coming, stream, self.final_norm)
+            coming, stream = layer.sublayers(states, stream, self._entries(index, run))
+        final, stream = self.final_norm(coming, stream)
         if len(self.layers) - 1 in tap_ids:
             taps[len(self.layers) - 1] = stream
         return final, taps
 
     def one_layer(self, index: int, inputs: Tensor, run: CachedPass) -> tuple[Tensor, Tensor]:
         """A layer's outputs [B, w, H] from its inputs, and the same after the model's final norm."""
-        states, stream = self._norm(_Sum(inputs), None, self.layers[index].input_norm)
-        coming, stream = self._sublayers(index, states, stream, CachedAttention(run))
-        normed, outputs = self._norm(coming, stream, self.final_norm)
+        layer = self.layers[index]
+        states, stream = layer.input_norm(Coming(Product(inputs)), None)
+        coming, stream = layer.sublayers(states, stream, self._entries(index, run))
+        normed, outputs = self.final_norm(coming, stream)
         return outputs, normed
 
-    def _sublayers(self, index: int, states: Tensor, stream: Tensor, attention: CachedAttention) -> tuple[_Sum, Tensor]:
-        """From a layer's normed input to what its MLP adds, and the residual stream that it is added to."""
-        coming = self._attend(index, states, attention)
-        states, stream = self._norm(coming, stream, self.layers[index].mlp_norm)
-        return self._feed_forward(self.layers[index], states), stream
-
-    def _norm(self, coming: _Sum, stream: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds what is coming to the residual stream, and norms the sum."""
-        return rms_norm(
-            coming.value, weight, self.epsilon, stream,
-            unit_offset=self.unit_offset, post_weight=coming.post_norm, partial=coming.partial,
-        )  # fmt: skip
-
-    def _attend(self, index: int, states: Tensor, attention: CachedAttention) -> _Sum:
-        layer, facts, run = self.layers[index], self.facts[index], attention.run
-        stored = attention.keys_values(index)
-        qkv, _ = self._product(states, layer.attention.qkv)
-        query = rope_cache(
-            qkv, *self.tables[index], run.positions, stored.keys, stored.values,
-            heads=layer.attention.heads, q_weight=layer.attention.q_norm, k_weight=layer.attention.k_norm,
-            eps=self.epsilon, unit_offset=self.unit_offset, places=None if run.at_positions else run.places,
-        )  # fmt: skip
-        attended = attention.over_cache(
-            query, stored, scale=facts.scale, window=facts.window, softcap=facts.softcap, sinks=facts.sinks
-        )
-        value, partial = self._product(attended.transpose(1, 2).flatten(2), layer.attention.out)
-        return _Sum(value, partial, layer.attention_post_norm)
-
-    def _feed_forward(self, layer: Layer, states: Tensor) -> _Sum:
-        if not isinstance(layer.mlp, GatedMLP):
-            return _Sum(layer.mlp(states), False, layer.mlp_post_norm)
-        gate_up, partial = self._product(states, layer.mlp.gate_up)
-        gated = gated_activation(gate_up, layer.mlp.activation, states.dtype if partial else None)
-        value, partial = self._product(gated, layer.mlp.down)
-        return _Sum(value, partial, layer.mlp_post_norm)
-
-    def _product(self, x: Tensor, linear: Linear) -> tuple[Tensor, bool]:
-        """x W^T + b, and whether it comes as addends that the next kernel sums."""
-        return linear_or_addends(x, linear.weight, linear.bias)
+    def _entries(self, index: int, run: CachedPass) -> Entries:
+        stored = run.keys_values(index)
+        places = None if run.at_positions else run.places
+        pattern = run.pattern(self.windows[index])
+        return Entries(self.tables[index], run.positions, places, (stored.keys, stored.values), pattern)
 
 
 def fuse(
@@ -184,13 +121,12 @@ def fuse(
         final = decoder(
             input_ids=ids, position_ids=positions, use_cache=False, draftsmith_attention=recorder
         ).last_hidden_state
+    facts = [recorder.facts[index] for index in every_layer]
     fused = FusedDecoder(
-        [join_layer(layer, style, config) for layer in decoder.layers],
-        [recorder.facts[index] for index in every_layer],
+        [join_layer(layer, style, config, asked, epsilon) for layer, asked in zip(decoder.layers, facts, strict=True)],
+        [asked.window for asked in facts],
         ropes,
-        decoder.norm.weight.detach(),
-        epsilon=epsilon,
-        unit_offset=style.unit_offset,
+        FusedNorm(decoder.norm.weight.detach(), epsilon, style.unit_offset),
     )
     inputs = embed(ids)
     with torch.no_grad(), capturable_experts(decoder.config, ids.device, final.dtype):

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from draftsmith.kernels.attention.rope_cache import HeadNorms
+from draftsmith.kernels.fused_layer import FusedAttention, FusedLayer, FusedNorm, GatedMLP, Linear
 from draftsmith.kernels.layers.gated_activation import ACTIVATIONS
 from draftsmith.kernels.layers.joined import join_rows
 from draftsmith.targets.rope import length_dependent_type
@@ -40,47 +42,14 @@ STYLES = {
 
 
 @dataclass(frozen=True)
-class Linear:
-    """weight [N, K]; bias [N] or None."""
+class LayerFacts:
+    """What a layer tells the attention function: scale of the scores, window or None, cap of the scores or None, and
+    sinks [heads] or None."""
 
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class Attention:
-    """qkv: queries, keys and values, joined in this order; q_norm, k_norm [d] or None; out: the output projection."""
-
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    heads: int
-
-
-@dataclass(frozen=True)
-class GatedMLP:
-    """gate_up: the two joined, gate first; activation: as `kernels.layers.gated_activation` names it."""
-
-    gate_up: Linear
-    down: Linear
-    activation: str
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A decoder layer. mlp: a gated MLP, or the model's own module (a mixture of experts) that maps states to states.
-
-    input_norm and mlp_norm [H] stand before the sublayers; attention_post_norm and mlp_post_norm [H] after them, where
-    the family has these.
-    """
-
-    input_norm: Tensor
-    attention: Attention
-    attention_post_norm: Tensor | None
-    mlp_norm: Tensor
-    mlp: GatedMLP | nn.Module
-    mlp_post_norm: Tensor | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None = None
 
 
 def fusing_fault(decoder: Any, config: Any) -> str | None:
@@ -141,7 +110,7 @@ def _does_more(linear: nn.Module) -> bool:
     return "forward" in vars(linear) or bool(linear._forward_hooks or linear._forward_pre_hooks)
 
 
-def join_layer(module: Any, style: BlockStyle, config: Any) -> Layer:
+def join_layer(module: Any, style: BlockStyle, config: Any, facts: LayerFacts, epsilon: float) -> FusedLayer:
     """Reads a Hugging Face decoder layer, against which `fusing_fault` has nothing, and joins its weights in place."""
     attention = module.self_attn
     norms = [module.input_layernorm, module.post_attention_layernorm]
@@ -149,19 +118,23 @@ def join_layer(module: Any, style: BlockStyle, config: Any) -> Layer:
         norms += [module.pre_feedforward_layernorm, module.post_feedforward_layernorm]
     input_norm, second, *further = (norm.weight.detach() for norm in norms)
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    joined = Attention(
-        qkv=_join([attention.q_proj, attention.k_proj, attention.v_proj]),
-        q_norm=None if q_norm is None else q_norm.weight.detach(),
-        k_norm=None if k_norm is None else k_norm.weight.detach(),
-        out=_single(attention.o_proj),
-        heads=attention.q_proj.out_features // attention.head_dim,
-    )
-    return Layer(
-        input_norm=input_norm,
-        attention=joined,
-        attention_post_norm=second if style.post_norms else None,
-        mlp_norm=further[0] if style.post_norms else second,
+    head_norms = None
+    if q_norm is not None and k_norm is not None:
+        head_norms = HeadNorms(q_norm.weight.detach(), k_norm.weight.detach(), epsilon, style.unit_offset)
+    return FusedLayer(
+        input_norm=FusedNorm(input_norm, epsilon, style.unit_offset),
+        attention=FusedAttention(
+            qkv=_join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            out=_single(attention.o_proj),
+            heads=attention.q_proj.out_features // attention.head_dim,
+            norms=head_norms,
+            scale=facts.scale,
+            softcap=facts.softcap,
+            sinks=facts.sinks,
+        ),
+        mlp_norm=FusedNorm(further[0] if style.post_norms else second, epsilon, style.unit_offset),
         mlp=_join_mlp(module.mlp, config),
+        attention_post_norm=second if style.post_norms else None,
         mlp_post_norm=further[1] if style.post_norms else None,
     )
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.attention.visibility import MAX_TREE, Visibility
+from draftsmith.kernels.attention.visibility import MAX_TREE, CachePattern
 from draftsmith.kernels.recurrent.kept import Pass
-from draftsmith.targets.cache import TargetCache
+from draftsmith.targets.cache import KeysValues, TargetCache
 
 
 class CachedPass:
@@ -55,18 +55,23 @@ class CachedPass:
         if ancestors is not None:
             self.queries = places[:, :1] + (positions - positions[:, :1])
         self._ran: list[int] = []
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
+        self._patterns: dict[int | None, CachePattern] = {}
 
-    def visible(self, window: int | None, groups: int) -> Tensor:
-        """[slots, 1, groups * w, length] bool, True where a query may look, of a layer with this window; `groups`
-        repeats the w queries. Made once a pass for all layers that have the same."""
-        key = (window, groups)
-        if key not in self._masks:
-            seen = Visibility.over_cache(
-                self.queries, self.cache.length, causal=True, window=window, ancestors=self.ancestors
+    def keys_values(self, layer: int) -> KeysValues:
+        """What an attention layer keeps. Raises `DraftsmithError` for a layer of another kind."""
+        kept = self.cache.layers[layer]
+        if not isinstance(kept, KeysValues):
+            raise DraftsmithError(
+                f"layer {layer} attends to earlier tokens, but the cache keeps a {type(kept).__name__} for it: the "
+                "configuration gives this layer another kind than the model"
             )
-            self._masks[key] = seen.mask().repeat(1, 1, groups, 1)
-        return self._masks[key]
+        return kept
+
+    def pattern(self, window: int | None) -> CachePattern:
+        """Who sees whom in a layer with this window; one for all layers that have the same."""
+        if window not in self._patterns:
+            self._patterns[window] = CachePattern(self.queries, True, window, self.ancestors)
+        return self._patterns[window]
 
     @cached_property
     def recurrent(self) -> Pass:

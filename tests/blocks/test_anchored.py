@@ -12,13 +12,17 @@ from draftsmith.blocks.masks import dense_attention
 from draftsmith.blocks.visibility import block_visibility
 from draftsmith.drafts.attention import AttentionKind
 from draftsmith.errors import DraftsmithError
+from draftsmith.kernels.attention.anchored_attention import AnchoredTiling
+from draftsmith.kernels.tiling import Tiling
 from tests.blocks.packed import anchors_of, blocks_of, pack, random_document
 
-Tiling = pytest.importorskip("draftsmith.kernels.attention.anchored_attention").Tiling
+pytest.importorskip("triton")
 
 
 # Several tiles at sizes that the interpreter gets through.
-SMALL = Tiling(rows=32, keys=16, dq_rows=16, dq_keys=16, dkv_rows=16, dkv_keys=16)
+SMALL = AnchoredTiling(
+    forward=Tiling(rows=32, columns=16), queries=Tiling(rows=16, columns=16), keys=Tiling(rows=16, columns=16)
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter; tests/gpu has the compiled kernels")

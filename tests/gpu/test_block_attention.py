@@ -39,32 +39,36 @@ DIMS = {"verify of 16, grouped heads": (64, 96, 128, 256), "prompt": (64, 96, 12
 @pytest.mark.parametrize(("shape", "dim"), [(shape, dim) for shape in SHAPES for dim in DIMS.get(shape, (64, 96))])
 def test_kernel_equals_reference(dtype, dim, shape):
     from draftsmith.kernels.attention.block_attention import block_attention, block_attention_reference
+    from draftsmith.kernels.attention.visibility import CachePattern
 
     case = dict(SHAPES[shape])
     sizes = [case.pop(name) for name in ("batch", "heads", "kv", "width")]
     q, k, v, start = _inputs(*sizes, dim, case.pop("length"), dtype, seed=dim)
     options = {"scale": dim**-0.5, "softcap": case.pop("cap", None)}
     options["sinks"] = torch.randn(sizes[1], device="cuda") if case.pop("sinks", False) else None
-    expected = block_attention_reference(q, k, v, start, **options, **case)
-    actual = block_attention(q, k, v, start, **options, **case)
+    pattern = CachePattern(start, **case)
+    expected = block_attention_reference(q, k, v, pattern, **options)
+    actual = block_attention(q, k, v, pattern, **options)
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     reach = int(start.max()) + sizes[3]
-    shorter = block_attention(q, k[:, :, :reach], v[:, :, :reach], start, **options, **case)
+    shorter = block_attention(q, k[:, :, :reach], v[:, :, :reach], pattern, **options)
     assert torch.equal(shorter, actual), "results do not depend on how far the cache may reach"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_bitwise_the_same_from_any_slot_and_beside_any_neighbour(dtype):
     from draftsmith.kernels.attention.block_attention import block_attention
+    from draftsmith.kernels.attention.visibility import CachePattern
 
     q, k, v, _ = _inputs(4, 32, 8, 16, 128, 3000, dtype, seed=1)
     start = torch.tensor([2900, 127, 700, 1500], device="cuda")
-    options = {"scale": 128**-0.5, "causal": True}
-    whole = block_attention(q, k, v, start, **options)
+    scale = 128**-0.5
+    whole = block_attention(q, k, v, CachePattern(start, True), scale=scale)
     for shift in (1, 5, 15):
         shifted = torch.randn_like(q)
         shifted[:, :, : 16 - shift] = q[:, :, shift:]
-        moved = block_attention(shifted, k, v, start + shift, **options)
+        moved = block_attention(shifted, k, v, CachePattern(start + shift, True), scale=scale)
         assert torch.equal(moved[:, :, : 16 - shift], whole[:, :, shift:])
     order = torch.tensor([2, 0, 3, 1], device="cuda")
-    assert torch.equal(block_attention(q[order], k[order], v[order], start[order], **options), whole[order])
+    reordered = block_attention(q[order], k[order], v[order], CachePattern(start[order], True), scale=scale)
+    assert torch.equal(reordered, whole[order])

@@ -36,11 +36,12 @@ def test_a_few_rows_times_a_matrix(rows, dtype, outputs, inner):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("outputs", "inner"), SHAPES)
 def test_a_rows_bits_are_the_same_in_either_tile_and_beside_any_rows(dtype, outputs, inner):
-    from draftsmith.kernels.layers.skinny_linear import skinny_linear
+    from draftsmith.kernels.layers.skinny_linear import skinny_linear, skinny_tiling
 
     x, weight = _operands(32, outputs, inner, dtype)
     whole = skinny_linear(x, weight)
     for rows in (1, 7, 16, 17, 31):
         assert torch.equal(skinny_linear(x[:rows].contiguous(), weight), whole[:, :rows])
     few = x[:5].contiguous()
-    assert torch.equal(skinny_linear(few, weight, block_m=16), skinny_linear(few, weight, block_m=32))
+    wide = skinny_tiling(few, weight)._replace(rows=32)
+    assert torch.equal(skinny_linear(few, weight), skinny_linear(few, weight, tiling=wide))

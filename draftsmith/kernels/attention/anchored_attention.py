@@ -7,8 +7,8 @@ row of the tile sees whole are multiplied without a mask.
 The reference is `drafts.attention.DenseBlockAttention`; `blocks.anchored` makes the runs and picks.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from draftsmith.kernels.attention.anchored_backward import key_gradient_kernel, 
 from draftsmith.kernels.attention.anchored_forward import forward_kernel
 from draftsmith.kernels.attention.block_rows import rows_of_a_block
 from draftsmith.kernels.attention.exponents import LOG2_E
+from draftsmith.kernels.strides import outer_strides
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import TensorDescriptor, triton
 
 
@@ -36,32 +38,30 @@ class Runs:
     keys: int
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Rows (slots times query heads of a key head) and keys of a tile, warps and stages, of the three kernels."""
+class AnchoredTiling(NamedTuple):
+    """Rows (slots times query heads of a key head) and columns (keys) of a tile, warps and stages, of the kernels for
+    the forward, for the gradient of queries and for the gradient of keys and values."""
 
-    rows: int = 64
-    keys: int = 64
-    warps: int = 4
-    stages: int = 3
-    dq_rows: int = 64
-    dq_keys: int = 64
-    dq_warps: int = 4
-    dq_stages: int = 3
-    dkv_rows: int = 64
-    dkv_keys: int = 64
-    dkv_warps: int = 4
-    dkv_stages: int = 2
+    forward: Tiling = Tiling(rows=64, columns=64, stages=3)
+    queries: Tiling = Tiling(rows=64, columns=64, stages=3)
+    keys: Tiling = Tiling(rows=64, columns=64, stages=2)
 
 
-def tiling(head_dim: int, element_size: int, block_rows: int) -> Tiling:
-    """The tiles for heads of this size, of elements of so many bytes, and blocks of so many rows
+def anchored_tiling(head_dim: int, element_size: int, block_rows: int) -> AnchoredTiling:
+    """The tiles for heads of this size, of elements of `element_size` bytes, and blocks of `block_rows` rows
     (`rows_of_a_block`)."""
     if element_size == 4:  # what fits into shared memory
-        return Tiling(keys=32, stages=1, dq_keys=32, dq_stages=1, dkv_rows=16, dkv_warps=8, dkv_stages=1, warps=8)
+        return AnchoredTiling(
+            forward=Tiling(rows=64, columns=32, warps=8),
+            queries=Tiling(rows=64, columns=32),
+            keys=Tiling(rows=16, columns=64, warps=8),
+        )
     # Two programs a multiprocessor, each of four warps, hide more of each other's waits than one of eight.
-    tiles = Tiling(dkv_rows=128 if head_dim <= 64 else 64)
-    return tiles if block_rows <= tiles.rows else replace(tiles, rows=128, warps=8, dq_rows=128, dq_warps=8)
+    tiles = AnchoredTiling(keys=Tiling(rows=128 if head_dim <= 64 else 64, columns=64, stages=2))
+    if block_rows <= tiles.forward.rows:
+        return tiles
+    wide = {"rows": 128, "warps": 8}
+    return tiles._replace(forward=tiles.forward._replace(**wide), queries=tiles.queries._replace(**wide))
 
 
 def _shape(q: Tensor, kv_heads: int, rows: int, block_size: int) -> dict[str, int]:
@@ -78,10 +78,6 @@ def _shape(q: Tensor, kv_heads: int, rows: int, block_size: int) -> dict[str, in
         "OWN": own,
         "DIM": q.shape[-1],
     }
-
-
-def _strides(tensor: Tensor) -> tuple[int, int, int]:
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
 
 def _like(rows: int, heads: int, tokens: int, like: Tensor) -> Tensor:
@@ -122,22 +118,22 @@ def _rows_descriptor(tensor: Tensor, kv_heads: int, rows: int, padded: int) -> T
 
 
 def attend(
-    q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, runs: Runs, scale: float, tiles: Tiling
+    q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, runs: Runs, scale: float, tiles: AnchoredTiling
 ) -> tuple[Tensor, Tensor]:
     """(mixed [R, heads, T, d], log2 of the softmax's denominator); see `anchored_attention`."""
     rows, heads, slots, _ = q.shape
     kv_heads, context = ck.shape[1:3]
-    shape = _shape(q, kv_heads, tiles.rows, runs.block_size)
+    shape = _shape(q, kv_heads, tiles.forward.rows, runs.block_size)
     out = _like(rows, heads, slots, q)
     lse = torch.empty(rows, kv_heads, slots, heads // kv_heads, dtype=torch.float32, device=q.device)
     grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
     forward_kernel[grid](
         _rows_descriptor(q, kv_heads, shape["ROWS"], shape["PADDED"]),
-        *(_keys_descriptor(tensor, tiles.keys) for tensor in (ck, cv)),
+        *(_keys_descriptor(tensor, tiles.forward.columns) for tensor in (ck, cv)),
         *(_keys_descriptor(tensor, shape["OWN"]) for tensor in (bk, bv)),
-        out, lse, runs.context_first, runs.context_end, runs.own_first, runs.own_end, *_strides(out),
+        out, lse, runs.context_first, runs.context_end, runs.own_first, runs.own_end, *outer_strides(out),
         slots, context, kv_heads, scale * LOG2_E,
-        **shape, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        **shape, KEYS=tiles.forward.columns, num_warps=tiles.forward.warps, num_stages=tiles.forward.stages,
     )  # fmt: skip
     return out, lse
 
@@ -154,7 +150,7 @@ def attend_backward(
     lse: Tensor,
     runs: Runs,
     scale: float,
-    tiles: Tiling,
+    tiles: AnchoredTiling,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the five inputs, laid out as they are; lse_grad: that of `lse`."""
     rows, _, slots, _ = q.shape
@@ -162,28 +158,28 @@ def attend_backward(
     grad = _dense(grad)
     dq, dck, dcv, dbk, dbv = (torch.empty_like(tensor) for tensor in (q, ck, cv, bk, bv))
     delta = torch.empty_like(lse)
-    shape = _shape(q, kv_heads, tiles.dq_rows, runs.block_size)
+    shape = _shape(q, kv_heads, tiles.queries.rows, runs.block_size)
     padded = shape["PADDED"]
     grid: Any = (triton.cdiv(slots, shape["STEP"]), kv_heads, rows)
     query_gradient_kernel[grid](
         *(_rows_descriptor(tensor, kv_heads, shape["ROWS"], padded) for tensor in (q, grad)),
-        *(_keys_descriptor(tensor, tiles.dq_keys) for tensor in (ck, cv)),
+        *(_keys_descriptor(tensor, tiles.queries.columns) for tensor in (ck, cv)),
         *(_keys_descriptor(tensor, shape["OWN"]) for tensor in (bk, bv)),
         out, lse, lse if lse_grad is None else lse_grad.contiguous(), delta, dq, dbk, dbv,
         runs.context_first, runs.context_end, runs.own_first, runs.own_end,
-        *_strides(out), *_strides(dq), *_strides(dbk), *_strides(dbv),
+        *outer_strides(out), *outer_strides(dq, dbk, dbv),
         slots, context, kv_heads, scale * LOG2_E, scale, HAS_LSE_GRAD=lse_grad is not None,
-        **shape, KEYS=tiles.dq_keys, num_warps=tiles.dq_warps, num_stages=tiles.dq_stages,
+        **shape, KEYS=tiles.queries.columns, num_warps=tiles.queries.warps, num_stages=tiles.queries.stages,
     )  # fmt: skip
-    tile = max(tiles.dkv_rows, 16, padded)
+    tile = max(tiles.keys.rows, 16, padded)
     grid = (triton.cdiv(context, runs.keys), kv_heads, rows)
     key_gradient_kernel[grid](
         *(_rows_descriptor(tensor, kv_heads, tile, padded) for tensor in (q, grad)),
         *(_keys_descriptor(tensor, runs.keys) for tensor in (ck, cv)),
-        lse, delta, dck, dcv, runs.context_first, runs.context_end, runs.by_key, *_strides(dck), *_strides(dcv),
+        lse, delta, dck, dcv, runs.context_first, runs.context_end, runs.by_key, *outer_strides(dck, dcv),
         slots, context, kv_heads, scale * LOG2_E, scale,
         GROUP=shape["GROUP"], PADDED=padded, ROWS=tile, KEYS=runs.keys, DIM=q.shape[-1],
-        num_warps=tiles.dkv_warps, num_stages=tiles.dkv_stages,
+        num_warps=tiles.keys.warps, num_stages=tiles.keys.stages,
     )  # fmt: skip
     return dq, dck, dcv, dbk, dbv
 
@@ -199,7 +195,7 @@ class _AnchoredAttention(torch.autograd.Function):
         bv: Tensor,
         runs: Runs,
         scale: float,
-        tiles: Tiling,
+        tiles: AnchoredTiling,
     ) -> tuple[Tensor, Tensor]:
         q, ck, cv, bk, bv = (_dense(tensor) for tensor in (q, ck, cv, bk, bv))
         out, lse = attend(q, ck, cv, bk, bv, runs, scale, tiles)
@@ -226,12 +222,12 @@ def anchored_attention(
     runs: Runs,
     *,
     scale: float,
-    tiles: Tiling,
+    tiles: AnchoredTiling,
 ) -> tuple[Tensor, Tensor]:
     """(mixed [R, heads, T, d], log2 of the softmax's denominator [R, kv_heads, T, heads a key head] float32),
     differentiable both.
 
     q [R, heads, T, d]; context_k/v [R, kv_heads, S, d]; block_k/v [R, kv_heads, T, d], d a power of two of at least 16;
-    scale > 0; runs: who sees what, for tiles of `tiles.dkv_keys` keys.
+    scale > 0; runs: who sees what, for tiles of `tiles.keys.columns` keys.
     """
     return _AnchoredAttention.apply(q, context_k, context_v, block_k, block_v, runs, scale, tiles)

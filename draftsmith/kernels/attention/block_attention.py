@@ -15,10 +15,14 @@ what makes speculative and plain decoding comparable bit for bit in bf16.
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from draftsmith.base.dtypes import DTYPES
 from draftsmith.kernels.attention.exponents import LOG2_E, LOG2_E_IN_KERNEL
-from draftsmith.kernels.attention.visibility import MAX_TREE, Visibility
+from draftsmith.kernels.attention.visibility import MAX_TREE, CachePattern
 from draftsmith.kernels.device import overlapping, shared_memory, uses_kernels
+from draftsmith.kernels.strides import outer_strides, position_strides
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
 
 MAX_SPLITS = 32
@@ -27,39 +31,63 @@ MAX_SPLITS = 32
 
 def block_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    start: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pattern: CachePattern,
     *,
     scale: float,
-    causal: bool,
-    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    ancestors: Tensor | None = None,
 ) -> Tensor:
-    """Plain PyTorch for `block_attention`, in fp32. Same arguments, same result up to rounding.
-
-    Who sees whom is `visibility`'s to say, as in training and in the kernel.
-    """
-    batch, heads, width, dim = q.shape
-    groups = heads // k_cache.shape[1]
-    places = start if start.dim() == 2 else start[:, None] + torch.arange(width, device=start.device)
-    pattern = Visibility.over_cache(places.long(), k_cache.shape[2], causal=causal, window=window, ancestors=ancestors)
-    visible = pattern.mask()[:, 0]  # [batch, width, length]
+    """Plain PyTorch for `block_attention`, in fp32. Same arguments, same result up to rounding."""
+    batch, heads, width, _ = q.shape
+    groups = heads // keys.shape[1]
+    visible = pattern.mask(width, keys.shape[2])  # [batch, 1, width, length]
     # Entries that nobody may see can hold anything, NaN included.
-    seen = visible.any(1)[:, None, :, None]
-    keys = k_cache.float().masked_fill(~seen, 0.0).repeat_interleave(groups, 1)
-    values = v_cache.float().masked_fill(~seen, 0.0).repeat_interleave(groups, 1)
-    scores = (q.float() @ keys.transpose(-1, -2)) * scale
+    seen = visible.any(2).unsqueeze(-1)
+    k = keys.float().masked_fill(~seen, 0.0).repeat_interleave(groups, 1)
+    v = values.float().masked_fill(~seen, 0.0).repeat_interleave(groups, 1)
+    scores = (q.float() @ k.transpose(-1, -2)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         sink = sinks.float().view(1, heads, 1, 1).expand(batch, heads, width, 1)
         scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1)[..., : k_cache.shape[2]]
-    return (weights @ values).to(q.dtype)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    return (weights @ v).to(q.dtype)
+
+
+def masked_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pattern: CachePattern,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`block_attention` where no kernel runs: PyTorch's operations under a mask, in the dtype of the operands, whose
+    entries must all be finite. Values [batch, kv_heads, length, n] may be of another width than keys."""
+    batch, heads, width, dim = q.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    # Query heads that share a key head become more queries of that head, so that no key is read or copied twice.
+    query = q.reshape(batch, kv_heads, groups * width, dim)
+    visible = pattern.mask(width, keys.shape[2], groups)
+    if softcap is None and sinks is None:
+        out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+        return out.reshape(batch, heads, width, values.shape[-1])
+    scores = query @ keys.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.float().masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        of_query = sinks.float().view(kv_heads, groups, 1, 1).expand(-1, -1, width, -1).flatten(1, 2)
+        scores = torch.cat((scores, of_query.expand(batch, -1, -1, -1)), dim=-1)
+    weights = functional.softmax(scores, dim=-1)[..., : keys.shape[2]]
+    return (weights.to(values.dtype) @ values).reshape(batch, heads, width, values.shape[-1])
 
 
 @triton.jit(do_not_specialize=["width"])  # one program for prompts of any length
@@ -219,87 +247,84 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 
 def block_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    start: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pattern: CachePattern,
     *,
     scale: float,
-    causal: bool,
-    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    ancestors: Tensor | None = None,
-    splits: int | None = None,
-    block_m: int | None = None,
-    stages: int | None = None,
-    warps: int | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """Attention of w queries per row over a static cache.
 
-    q [batch, heads, w, dim], head dimension contiguous; k_cache, v_cache [batch, kv_heads, length, dim] with the
-    queries' own keys and values already written; start [batch] int, the position of each row's first query (query i
-    stands at start + i), or [batch, w] int, the position of every query (none below the one before it). causal: a
-    query sees keys at positions up to its own; otherwise up to the row's last query (a block that sees itself both
-    ways). window W: only positions nearer than W. softcap: cap * tanh(score / cap). sinks [heads]: logit of a key
-    without value. ancestors [batch, w] int64, w <= 64: the queries are a tree, whose keys lie one after the other from
-    start[:, 0] on; of these, query i sees those whose bit is set in ancestors[:, i] (`visibility.ancestors_of`), and
-    start[:, i] is start[:, 0] plus its depth. splits: programs that share a context, a power of two; block_m: queries
-    of a tile, a power of two from 16 on; stages: tiles of keys on their way at once; warps of a program; all chosen by
-    the shape of q if not given. Results are bitwise comparable only between calls with the same splits and width. dtype
-    bf16, fp16 or fp32 (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out as [batch, w,
-    heads, dim].
+    q [batch, heads, w, dim], head dimension contiguous; keys, values [batch, kv_heads, length, dim], the caches, with
+    the queries' own already written; pattern: who sees whom. softcap: cap * tanh(score / cap). sinks [heads]: logit of
+    a key without value (attention sinks, arXiv 2309.17453, as gpt-oss learns them). Values of another width than keys
+    have no kernel: `masked_attention` computes them everywhere. tiling: rows (queries of a tile, from 16 on), columns
+    (keys of one), splits (programs that share a context, a power of two), warps, stages; None: as `attention_tiling`
+    says. Results are bitwise comparable only between calls with the same splits and width. dtype bf16, fp16 or fp32
+    (accumulation in fp32). Returns [batch, heads, w, dim] in q's dtype, laid out as [batch, w, heads, dim].
 
     Raises `ValueError` for shapes, dtypes or splits that do not fit.
     """
-    if not uses_kernels(q):
-        return block_attention_reference(
-            q, k_cache, v_cache, start,
-            scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks, ancestors=ancestors,
-        )  # fmt: skip
+    if not uses_kernels(q) or values.shape[-1] != q.shape[-1]:
+        return masked_attention(q, keys, values, pattern, scale=scale, softcap=softcap, sinks=sinks)
     batch, heads, width, dim = q.shape
-    kv_heads = k_cache.shape[1]
-    _check(q, k_cache, v_cache, start, splits)
-    if ancestors is not None:
-        _check_tree(q, start, ancestors, causal)
-    groups = heads // kv_heads
-    rows = groups * width
-    wide = q.dtype == torch.float32
-    block_m = block_m or (16 if wide else max(16, min(128, triton.next_power_of_2(rows))))
-    block_d = max(16, triton.next_power_of_2(dim))
-    # fp32 products are unrolled multiply-adds: small tiles keep them in registers.
-    block_n = (16 if wide else 32) if block_d >= 256 else (32 if wide else 64)
-    tiles = triton.cdiv(rows, block_m)
-    splits = splits or split_count(batch * kv_heads * tiles, block_m)
-    # A large tile computes long enough on each tile of keys to have the next one there in time.
-    fits = (block_m + 3 * 2 * block_n) * block_d * q.element_size() <= shared_memory(q.device)
-    stages = stages or (3 if block_m < 128 and fits else 2)
-    warps = warps or (8 if block_m == 128 else 4)
+    kv_heads, start, ancestors = keys.shape[1], pattern.start, pattern.ancestors
+    tiling = tiling or attention_tiling(q, kv_heads)
+    _check(q, keys, values, pattern, tiling.splits)
+    groups, splits = heads // kv_heads, tiling.splits
+    rows, block_d = groups * width, _padded(dim)
 
     # Heads innermost but one, as a projection that follows reads it.
     out = q.new_empty(batch, width, heads, dim).transpose(1, 2)
     split = splits > 1
     partial = q.new_empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32) if split else out
     lse = q.new_empty(batch * kv_heads, splits, rows, dtype=torch.float32) if split else out
-    position_strides = (start.stride(0), start.stride(1) if start.dim() == 2 else 0)
     shape = {
         "KV_HEADS": kv_heads, "GROUPS": groups, "DIM": dim, "BLOCK_D": block_d, "SPLITS": splits,
         "HAS_SINKS": sinks is not None,
     }  # fmt: skip
     overlap = overlapping(q.device)
     sinks = q if sinks is None else sinks
-    _attend_kernel[(batch * kv_heads, splits, tiles)](
-        q, k_cache, v_cache, start, start if ancestors is None else ancestors.contiguous(), sinks, partial, lse, out,
-        *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], *position_strides, *out.stride()[:3],
+    _attend_kernel[(batch * kv_heads, splits, triton.cdiv(rows, tiling.rows))](
+        q, keys, values, start, start if ancestors is None else ancestors.contiguous(), sinks, partial, lse, out,
+        *outer_strides(q, keys, values), *position_strides(start), *outer_strides(out),
         LOG2_E if softcap is not None else scale * LOG2_E, scale, softcap or 0.0, width,
-        STEP=1 if start.dim() == 1 else 0, BLOCK_M=block_m, BLOCK_N=block_n, CAUSAL=causal, TREE=ancestors is not None,
-        WINDOW=window or 0, HAS_CAP=softcap is not None, num_warps=warps, num_stages=stages, **shape, **overlap,
+        STEP=1 if start.dim() == 1 else 0, BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, CAUSAL=pattern.causal,
+        TREE=ancestors is not None, WINDOW=pattern.window or 0, HAS_CAP=softcap is not None,
+        num_warps=tiling.warps, num_stages=tiling.stages, **shape, **overlap,
     )  # fmt: skip
     if split:
         block_r = max(1, 4096 // (splits * block_d))
         _join_kernel[(batch * kv_heads, triton.cdiv(rows, block_r))](
-            partial, lse, sinks, out, *out.stride()[:3], width, BLOCK_R=block_r, num_warps=4, **shape, **overlap,
+            partial, lse, sinks, out, *outer_strides(out), width, BLOCK_R=block_r, num_warps=4, **shape, **overlap,
         )  # fmt: skip
     return out
+
+
+def attention_tiling(q: Tensor, kv_heads: int) -> Tiling:
+    """The tiling of `block_attention` for queries [batch, heads, w, dim] over `kv_heads` heads of keys."""
+    batch, heads, width, dim = q.shape
+    rows, block_d, wide = heads // kv_heads * width, _padded(dim), q.dtype == torch.float32
+    block_m = 16 if wide else max(16, min(128, triton.next_power_of_2(rows)))
+    # fp32 products are unrolled multiply-adds: small tiles keep them in registers.
+    block_n = (16 if wide else 32) if block_d >= 256 else (32 if wide else 64)
+    # A large tile computes long enough on each tile of keys to have the next one there in time.
+    fits = (block_m + 3 * 2 * block_n) * block_d * q.element_size() <= shared_memory(q.device)
+    return Tiling(
+        rows=block_m,
+        columns=block_n,
+        splits=split_count(batch * kv_heads * triton.cdiv(rows, block_m), block_m),
+        warps=8 if block_m == 128 else 4,
+        stages=3 if block_m < 128 and fits else 2,
+    )
+
+
+def _padded(dim: int) -> int:
+    """Channels that a head has in a kernel."""
+    return max(16, triton.next_power_of_2(dim))
 
 
 def split_count(programs: int, rows: int) -> int:
@@ -315,32 +340,34 @@ def split_count(programs: int, rows: int) -> int:
     return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(wanted, programs)))
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, splits: int | None) -> None:
+def _check(q: Tensor, keys: Tensor, values: Tensor, pattern: CachePattern, splits: int) -> None:
     batch, heads, width, dim = q.shape
-    if k_cache.shape != v_cache.shape or k_cache.shape[0] != batch or k_cache.shape[3] != dim:
-        raise ValueError(f"cache shapes {tuple(k_cache.shape)}, {tuple(v_cache.shape)} do not fit q {tuple(q.shape)}")
-    if heads % k_cache.shape[1]:
-        raise ValueError(f"{heads} query heads are not a multiple of {k_cache.shape[1]} key/value heads")
-    if (
-        q.dtype not in (torch.bfloat16, torch.float16, torch.float32)
-        or k_cache.dtype != q.dtype
-        or v_cache.dtype != q.dtype
-    ):
-        raise ValueError(f"dtypes {q.dtype}, {k_cache.dtype}, {v_cache.dtype}: all must be one of bf16, fp16, fp32")
-    if q.stride(3) != 1 or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+    start = pattern.start
+    if keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != dim:
+        raise ValueError(f"cache shapes {tuple(keys.shape)}, {tuple(values.shape)} do not fit q {tuple(q.shape)}")
+    if heads % keys.shape[1]:
+        raise ValueError(f"{heads} query heads are not a multiple of {keys.shape[1]} key/value heads")
+    if q.dtype not in DTYPES.values() or keys.dtype != q.dtype or values.dtype != q.dtype:
+        raise ValueError(f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: all must be one of bf16, fp16, fp32")
+    if q.stride(3) != 1 or keys.stride(3) != 1 or values.stride(3) != 1:
         raise ValueError("the head dimension of q and of the caches must be contiguous")
     if start.shape not in ((batch,), (batch, width)):
         raise ValueError(f"start must be [{batch}] or [{batch}, {width}], got shape {tuple(start.shape)}")
-    if splits is not None and splits not in (1, 2, 4, 8, 16, MAX_SPLITS):
+    if splits not in (1, 2, 4, 8, 16, MAX_SPLITS):
         raise ValueError(f"splits must be a power of two up to {MAX_SPLITS}, got {splits}")
+    if pattern.ancestors is not None:
+        _check_tree(q, pattern, pattern.ancestors)
 
 
-def _check_tree(q: Tensor, start: Tensor, ancestors: Tensor, causal: bool) -> None:
+def _check_tree(q: Tensor, pattern: CachePattern, ancestors: Tensor) -> None:
     batch, _, width, _ = q.shape
+    start = pattern.start
     if ancestors.shape != (batch, width) or ancestors.dtype != torch.int64 or start.shape != (batch, width):
         raise ValueError(
             f"a tree needs ancestors (int64) and start of shape [{batch}, {width}], got {ancestors.dtype} "
             f"{tuple(ancestors.shape)} and {tuple(start.shape)}"
         )
-    if width > MAX_TREE or not causal:
-        raise ValueError(f"a tree has at most {MAX_TREE} queries and is causal, got {width} and causal={causal}")
+    if width > MAX_TREE or not pattern.causal:
+        raise ValueError(
+            f"a tree has at most {MAX_TREE} queries and is causal, got {width} and causal={pattern.causal}"
+        )

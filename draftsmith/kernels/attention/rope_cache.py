@@ -1,45 +1,57 @@
 """From one joined q/k/v projection to normed, rotated queries, and keys and values in the cache, in one launch."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, uses_kernels
 from draftsmith.kernels.layers.rms_norm import plain_norm
+from draftsmith.kernels.strides import outer_strides, position_strides
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
+
+
+class HeadNorms(NamedTuple):
+    """The RMS norms of a layer's query heads and key heads: weights [dim] each, eps, and whether they scale by 1 +
+    weight (Gemma)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    unit_offset: bool = False
 
 
 def rope_cache_reference(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: tuple[Tensor, Tensor],
     start: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: tuple[Tensor, Tensor],
     *,
     heads: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    unit_offset: bool = False,
+    norms: HeadNorms | None,
     places: Tensor | None = None,
 ) -> Tensor:
     """Plain PyTorch for `rope_cache` (writes the caches in place, returns q)."""
+    cos, sin = angles
+    keys, values = cache
     if qkv.dim() == 4:
-        qkv = qkv.sum(0).to(k_cache.dtype)
+        qkv = qkv.sum(0).to(keys.dtype)
     batch, width, _ = qkv.shape
-    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    kv_heads, dim = keys.shape[1], keys.shape[3]
     positions = start if start.dim() == 2 else start[:, None] + torch.arange(width, device=qkv.device)
     if cos.dim() == 2:
         cos, sin = cos[positions], sin[positions]
     split = qkv.view(batch, width, heads + 2 * kv_heads, dim)
     q, k, v = split[:, :, :heads], split[:, :, heads : heads + kv_heads], split[:, :, heads + kv_heads :]
-    if q_weight is not None and k_weight is not None:
-        q, k = plain_norm(q, q_weight, eps, unit_offset), plain_norm(k, k_weight, eps, unit_offset)
+    if norms is not None:
+        q = plain_norm(q, norms.q, norms.eps, norms.unit_offset)
+        k = plain_norm(k, norms.k, norms.eps, norms.unit_offset)
     q, k = (_rotate(t, cos, sin) for t in (q, k))
     rows = torch.arange(batch, device=qkv.device)[:, None]
     places = positions if places is None else places
-    k_cache[rows, :, places] = k
-    v_cache[rows, :, places] = v
+    keys[rows, :, places] = k
+    values[rows, :, places] = v
     return q.transpose(1, 2)
 
 
@@ -160,63 +172,52 @@ def _store(  # type: ignore[no-untyped-def]
 
 def rope_cache(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: tuple[Tensor, Tensor],
     start: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: tuple[Tensor, Tensor],
     *,
     heads: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    unit_offset: bool = False,
+    norms: HeadNorms | None,
     places: Tensor | None = None,
-    heads_per_program: int | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
-    """Norm and rotate queries and keys, write keys and values to the cache.
+    """Norms and rotates queries and keys, and writes keys and values to the cache.
 
     qkv [batch, w, (heads + 2 kv_heads) * dim], q first, then k, then v, or [S, batch, w, ...] fp32, S addends of it
-    (`skinny_linear`); cos, sin [batch or 1, w, rotary] of these tokens, or tables [positions, rotary] of all, the two
-    halves alike (Hugging Face's convention), rotary <= dim; start [batch] int, position of each row's first token, or
-    [batch, w] int, the position of every token, which is also where its key and value go, unless places [batch, w]
-    int says otherwise; k_cache, v_cache
-    [batch, kv_heads, length, dim], written in place; q_weight, k_weight [dim] of the per-head RMS norms, both or
-    neither; heads_per_program: a power of two, chosen by the number of tokens if not given. Returns q
-    [batch, heads, w, dim] in the caches' dtype. Raises `ValueError` for shapes that do not fit.
+    (`skinny_linear`). angles: cosines and sines [batch or 1, w, rotary] of these tokens, or tables [positions, rotary]
+    of all, the two halves alike (Hugging Face's convention), rotary <= dim. start [batch] int, position of each row's
+    first token, or [batch, w] int, the position of every token, which is also where its key and value go, unless places
+    [batch, w] int says otherwise. cache: keys and values [batch, kv_heads, length, dim], written in place. tiling: rows
+    (heads of a program); None: chosen by the number of tokens. Returns q [batch, heads, w, dim] in the caches' dtype.
+    Raises `ValueError` for shapes that do not fit.
     """
     if not uses_kernels(qkv):
-        return rope_cache_reference(
-            qkv, cos, sin, start, k_cache, v_cache,
-            heads=heads, q_weight=q_weight, k_weight=k_weight, eps=eps, unit_offset=unit_offset, places=places,
-        )  # fmt: skip
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("rope_cache takes the norms of both queries and keys, or of neither")
+        return rope_cache_reference(qkv, angles, start, cache, heads=heads, norms=norms, places=places)
+    cos, sin = angles
+    keys, values = cache
     splits = qkv.shape[0] if qkv.dim() == 4 else 1
     batch, width, _ = qkv.shape[-3:]
-    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    kv_heads, dim = keys.shape[1], keys.shape[3]
     if qkv.shape[-1] != (heads + 2 * kv_heads) * dim or qkv.stride(-1) != 1:
         raise ValueError(f"qkv {tuple(qkv.shape)} does not hold {heads} + 2 x {kv_heads} heads of {dim} contiguously")
     table = cos.dim() == 2
     if not table:
         cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        raise ValueError("cos and sin must be laid out alike, with the rotary dimension contiguous")
+        raise ValueError("cosines and sines must be laid out alike, with the rotary dimension contiguous")
     rotary = cos.shape[-1]
-    q = torch.empty(batch, width, heads, dim, dtype=k_cache.dtype, device=qkv.device)
-    placeholder = qkv
+    q = torch.empty(batch, width, heads, dim, dtype=keys.dtype, device=qkv.device)
     total_heads = heads + 2 * kv_heads
     # One head a program while programs are few; then several, so that starting programs does not take the time.
-    block_h = heads_per_program or (1 if batch * width * total_heads <= 2048 else 16)
+    block_h = tiling.rows if tiling else 1 if batch * width * total_heads <= 2048 else 16
+    q_weight, k_weight, eps, unit_offset = norms or (qkv, qkv, 0.0, False)  # what is not read
     _rope_cache_kernel[(batch * width, triton.cdiv(total_heads, block_h))](
-        qkv, cos, sin, start, placeholder if places is None else places.contiguous(),
-        placeholder if q_weight is None else q_weight, placeholder if k_weight is None else k_weight,
-        q, k_cache, v_cache, qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0),
-        cos.stride(-2), start.stride(0), start.stride(1) if start.dim() == 2 else 0,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], eps, width,
+        qkv, cos, sin, start, qkv if places is None else places.contiguous(), q_weight, k_weight, q, keys, values,
+        qkv.stride(-3), qkv.stride(-2), qkv.stride(0), 0 if table else cos.stride(0), cos.stride(-2),
+        *position_strides(start), *outer_strides(keys, values), eps, width,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=rotary, BLOCK=triton.next_power_of_2(rotary // 2),
         REST=triton.next_power_of_2(max(1, dim - rotary)), STEP=1 if start.dim() == 1 else 0, SPLITS=splits,
-        TABLE=table, HAS_PLACES=places is not None, HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset,
+        TABLE=table, HAS_PLACES=places is not None, HAS_NORM=norms is not None, UNIT_OFFSET=unit_offset,
         BLOCK_H=block_h, num_warps=1 if block_h == 1 else 4, **overlapping(q.device),
     )  # fmt: skip
     return q.transpose(1, 2)

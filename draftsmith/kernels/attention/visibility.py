@@ -9,7 +9,7 @@ Everything else follows from here: dense masks, tiles of flex_attention, and the
 on the device and are tested against this file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -118,6 +118,39 @@ class Visibility:
         query = torch.arange(queries, device=device).view(1, 1, -1, 1)
         key = torch.arange(self.num_keys, device=device).view(1, 1, 1, -1)
         return self.sees(row, query, key)
+
+
+@dataclass(frozen=True, eq=False)
+class CachePattern:
+    """Who sees whom in a pass over a cache, for all its layers of one pattern.
+
+    start [batch] int, the position of each row's first query (query i stands at start + i), or [batch, w] int, the
+    position of every query (none below the one before it). causal: a query sees keys at positions up to its own;
+    otherwise up to the row's last query (a block that sees itself both ways). window W: only positions nearer than W.
+    ancestors [batch, w] int64, w <= `MAX_TREE`: the queries are a tree, whose keys lie one after the other from
+    start[:, 0] on; of these, query i sees those whose bit is set in ancestors[:, i] (`ancestors_of`), and start[:, i]
+    is start[:, 0] plus its depth.
+    """
+
+    start: Tensor
+    causal: bool
+    window: int | None = None
+    ancestors: Tensor | None = None
+    _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, width: int, length: int, groups: int = 1) -> Tensor:
+        """[batch, 1, groups * width, length] bool, True where a query may look; `groups` repeats the queries. Made
+        once, for all layers that ask."""
+        key = (width, length, groups)
+        if key not in self._masks:
+            places = self.start
+            if places.dim() == 1:
+                places = places[:, None] + torch.arange(width, device=places.device)
+            seen = Visibility.over_cache(
+                places.long(), length, causal=self.causal, window=self.window, ancestors=self.ancestors
+            )
+            self._masks[key] = seen.mask().repeat(1, 1, groups, 1)
+        return self._masks[key]
 
 
 def ancestors_of(parents: Tensor) -> Tensor:

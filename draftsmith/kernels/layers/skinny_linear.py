@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, stages_that_fit, uses_kernels
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
 
 MAX_ROWS = 32
@@ -73,27 +74,15 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, acc, mask=output_ok[:, None] & row_ok[None, :])
 
 
-def skinny_linear(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    splits: int | None = None,
-    block_m: int | None = None,
-    block_n: int | None = None,
-    block_k: int | None = None,
-    warps: int = 4,
-    stages: int | None = None,
-    held: int | None = None,
-) -> Tensor:
+def skinny_linear(x: Tensor, weight: Tensor, *, tiling: Tiling | None = None) -> Tensor:
     """x W^T as S addends [S, ..., N] in fp32, to be summed in order by whoever reads them next.
 
     x [..., K] contiguous, at most `MAX_ROWS` rows in all; weight [N, K], rows contiguous, same dtype. The inner
-    dimension is split into `splits` parts so that enough programs read the matrix at once; each addend is the sum over
-    its part, so the result does not depend on timing, and a row's not on the other rows. Up to 16 rows share a tile of
-    16 and more one of 32 (`block_m`); on sm_90 a row's bits are the same in both, and in any tile sizes with the same
-    parts. held: tiles of weights that a program fetches before it waits for x, at most those of its part. The remaining
-    options are tile sizes; all are chosen from the shape where not given. Raises `ValueError` for more rows, or shapes
-    or dtypes that do not fit.
+    dimension is split into parts so that enough programs read the matrix at once; each addend is the sum over its part,
+    so the result does not depend on timing, and a row's not on the other rows. Up to 16 rows share a tile of 16 and
+    more one of 32; on sm_90 a row's bits are the same in both, and in any tile sizes with the same parts. tiling: rows,
+    columns (outputs), depth, splits (parts), held (no more than the tiles of a part), warps, stages; None: as
+    `skinny_tiling` says. Raises `ValueError` for more rows, or shapes or dtypes that do not fit.
     """
     if not uses_kernels(x):
         return skinny_linear_reference(x, weight)
@@ -103,51 +92,40 @@ def skinny_linear(
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit weight {tuple(weight.shape)} {weight.dtype}")
     if rows > MAX_ROWS:
         raise ValueError(f"skinny_linear takes at most {MAX_ROWS} rows, got {rows}")
-    block_m = block_m or (16 if rows <= 16 else MAX_ROWS)
-    if rows > block_m:
-        raise ValueError(f"a tile of {block_m} rows does not hold {rows}")
-    chosen = _tiles(block_m, outputs, inner)
-    splits, block_n, block_k = splits or chosen[0], block_n or chosen[1], block_k or chosen[2]
-    part = triton.cdiv(triton.cdiv(inner, splits), block_k) * block_k
-    splits = triton.cdiv(inner, part)
-    blocks, block_bytes = part // block_k, (block_n + block_m) * block_k * x.element_size()
-    if held is None:
-        # A short part is fetched whole before the wait. With 16 rows that was not faster for most shapes.
-        whole = block_m > 16 and blocks <= 5 and stages_that_fit(blocks, block_bytes, x.device) == blocks
-        held = blocks if whole else 1
-    held = min(held, blocks)
-    if stages is None:
-        # Where parts are short, three programs of three stages on a multiprocessor beat two of four. With 32 rows of
-        # 128 columns in each stage, four leave room for one program only.
-        wanted = 3 if splits > 1 or block_m * block_k > 2048 else 4
-        stages = stages_that_fit(wanted, block_bytes, x.device, block_bytes)  # the first tile is held beside them
+    tiling = tiling or skinny_tiling(x, weight)
+    if rows > tiling.rows:
+        raise ValueError(f"a tile of {tiling.rows} rows does not hold {rows}")
+    block_n, block_k = tiling.columns, tiling.depth
+    part, splits = _parts(inner, tiling.splits, block_k)
+    held = min(tiling.held, part // block_k)
     out = torch.empty(splits, *x.shape[:-1], outputs, dtype=torch.float32, device=x.device)
     _skinny_kernel[(triton.cdiv(outputs, block_n), splits)](
         x, weight, out, rows, inner, weight.stride(0), outputs, inner, part,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, HELD=held, ALL_HELD=held * block_k == part,
-        EVEN=outputs % block_n == 0 and inner % part == 0, num_warps=warps, num_stages=stages, **overlapping(x.device),
+        BLOCK_M=tiling.rows, BLOCK_N=block_n, BLOCK_K=block_k, HELD=held, ALL_HELD=held * block_k == part,
+        EVEN=outputs % block_n == 0 and inner % part == 0, num_warps=tiling.warps, num_stages=tiling.stages,
+        **overlapping(x.device),
     )  # fmt: skip
     return out
 
 
-def linear_or_addends(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, addends: bool = True
-) -> tuple[Tensor, bool]:
-    """x W^T + b in x's dtype, and False; or, where kernels run, few rows in bf16 or fp16 and no bias allow it and the
-    caller takes `addends`, those of `skinny_linear`, and True. Shapes as there; of more rows, x [..., K] need not be
-    contiguous."""
+def linear_or_addends(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, bool]:
+    """x W^T + b in x's dtype, and False; or, of few rows in bf16 or fp16 and without bias, where kernels run, the
+    addends of `skinny_linear`, and True. Shapes as there; of more rows, x [..., K] need not be contiguous."""
     rows = x.numel() // x.shape[-1]
-    if addends and bias is None and rows <= MAX_ROWS and x.dtype != torch.float32 and uses_kernels(x):
+    if bias is None and rows <= MAX_ROWS and x.dtype != torch.float32 and uses_kernels(x):
         return skinny_linear(x, weight), True
     return torch.nn.functional.linear(x, weight, bias), False
 
 
-def _tiles(block_m: int, outputs: int, inner: int) -> tuple[int, int, int]:
-    """(splits, block_n, block_k) for a weight [outputs, inner] and tiles of block_m rows.
+def skinny_tiling(x: Tensor, weight: Tensor) -> Tiling:
+    """The tiling of `skinny_linear` for these operands.
 
     Enough programs to keep a large device's memory busy, and no more, because each split's addends are written and
     read again; the splits are the same for any rows. Parts are whole blocks wherever the inner dimension allows it: a
-    mask along it would break the loads into small ones."""
+    mask along it would break the loads into small ones.
+    """
+    outputs, inner = weight.shape
+    block_m = 16 if x.numel() // inner <= 16 else MAX_ROWS
     block_n, block_k = 64, 128 if inner % 128 == 0 else 64
     programs, blocks = triton.cdiv(outputs, block_n), triton.cdiv(inner, block_k)
     splits = 1
@@ -156,4 +134,24 @@ def _tiles(block_m: int, outputs: int, inner: int) -> tuple[int, int, int]:
             splits *= factor
     if block_m > 16 and splits == 1:
         block_k = 64  # of 128 columns with 32 rows only two programs fit a multiprocessor
-    return splits, block_n, block_k
+    part, splits = _parts(inner, splits, block_k)
+    blocks, block_bytes = part // block_k, (block_n + block_m) * block_k * x.element_size()
+    # A short part is fetched whole before the wait. With 16 rows that was not faster for most shapes.
+    whole = block_m > 16 and blocks <= 5 and stages_that_fit(blocks, block_bytes, x.device) == blocks
+    # Where parts are short, three programs of three stages on a multiprocessor beat two of four. With 32 rows of 128
+    # columns in each stage, four leave room for one program only.
+    wanted = 3 if splits > 1 or block_m * block_k > 2048 else 4
+    return Tiling(
+        rows=block_m,
+        columns=block_n,
+        depth=block_k,
+        splits=splits,
+        held=blocks if whole else 1,
+        stages=stages_that_fit(wanted, block_bytes, x.device, block_bytes),  # the first tile is held beside them
+    )
+
+
+def _parts(inner: int, splits: int, block_k: int) -> tuple[int, int]:
+    """Columns of a part, in whole blocks, and how many parts there are."""
+    part = triton.cdiv(triton.cdiv(inner, splits), block_k) * block_k
+    return part, triton.cdiv(inner, part)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, uses_kernels
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import key_ids, key_ids_in_kernel
 
+TILING = Tiling(columns=64, depth=256, splits=4, warps=4, stages=3)
 SHARED_BYTES = 200_000
 """What the tiles in flight may take of a multiprocessor's shared memory."""
 GUESSED_ROWS = 2
@@ -117,18 +119,15 @@ def input_gates(
     *,
     scale: float = 1.0,
     guesses: tuple[Tensor, Tensor] | None = None,
-    splits: int = 4,
-    lines: int = 64,
-    depth: int = 256,
-    warps: int = 4,
-    stages: int = 3,
+    tiling: Tiling = TILING,
 ) -> Tensor:
     """W_i x of the tokens in `previous` as S addends [S, batch, 3G] fp32.
 
     previous [batch] int64, keys (`keys`); embedding [V, H], any float dtype, and weight_ih [3G, H], both contiguous.
     scale: what embeddings are multiplied with. guesses: tokens [batch, M] int64 and what W_i x is for them [batch, M,
     3G] fp32, rows contiguous: where all rows' tokens are among their guesses, the matrix is not read. The inner
-    dimension is split so that enough programs read it.
+    dimension is split so that enough programs read it. tiling: columns (outputs), depth and splits, of which fewer or
+    smaller ones are taken where these do not fit, warps, stages.
     """
     if not uses_kernels(previous):
         return input_gates_reference(key_ids(previous), embedding, weight_ih, scale)
@@ -144,17 +143,17 @@ def input_gates(
     if guesses is not None and (known.shape != (*tokens.shape, outputs) or known.dtype != torch.float32):
         raise ValueError(f"gates of guesses must be fp32 {[*tokens.shape, outputs]}, got {known.dtype}, {known.shape}")
     block_b = min(64, triton.next_power_of_2(batch))
-    depth = tile_depth(depth, hidden, weight_ih)
-    while (lines + block_b) * depth * weight_ih.element_size() * (stages + 1) > SHARED_BYTES and depth > 16:
+    lines, depth = tiling.columns, tile_depth(tiling.depth, hidden, weight_ih)
+    while (lines + block_b) * depth * weight_ih.element_size() * (tiling.stages + 1) > SHARED_BYTES and depth > 16:
         depth //= 2
-    part = triton.cdiv(triton.cdiv(hidden, splits), depth) * depth
+    part = triton.cdiv(triton.cdiv(hidden, tiling.splits), depth) * depth
     splits = triton.cdiv(hidden, part)
     out = torch.empty(splits, batch, outputs, dtype=torch.float32, device=weight_ih.device)
     _input_kernel[(triton.cdiv(outputs, lines), splits, triton.cdiv(batch, block_b))](
         previous, embedding, weight_ih, out, tokens, known, scale, hidden, outputs, batch, part,
         tokens.stride(0), known.stride(0),
         BLOCK_N=lines, BLOCK_K=depth, BLOCK_B=block_b, GUESSES=0 if guesses is None else tokens.shape[1],
-        SCALED=scale != 1.0, STAGES=stages, num_warps=warps, **overlapping(weight_ih.device),
+        SCALED=scale != 1.0, STAGES=tiling.stages, num_warps=tiling.warps, **overlapping(weight_ih.device),
     )  # fmt: skip
     return out
 

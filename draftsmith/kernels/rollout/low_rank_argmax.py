@@ -7,13 +7,12 @@ they were, for the verifier needs that softmax. The memory traffic of W2 is the 
 it in tiles of rows, with several tiles in flight.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from draftsmith.base.dtypes import DTYPES
 from draftsmith.kernels.device import overlapping, shared_memory, stages_that_fit, uses_kernels
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import (
     LOWEST_KEY_IN_KERNEL,
@@ -169,16 +168,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_max(keys_ptr + rows, tl.max(best, 0), mask=row_ok)
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How a search cuts its work: warps, tiles in flight, programs on a multiprocessor."""
-
-    warps: int = 4
-    stages: int = 3
-    programs: int = 2
-
-
-GREEDY_TILING = Tiling()
+GREEDY_TILING = Tiling(stages=3, programs=2)
 FEW_ROWS, FEW_ROWS_TILING = 2, Tiling(stages=2, programs=3)
 """Of greedy searches of up to so many rows; each was slower with the other's."""
 SAMPLING_TILING = Tiling(stages=2, programs=3)
@@ -209,7 +199,6 @@ def low_rank_argmax(
     first_id: int = 0,
     reverse: bool = False,
     overlap: bool = True,
-    tiling: Tiling | None = None,
 ) -> None:
     """Raises `keys` to the best token's key under base + W2 u, ties to the lowest id.
 
@@ -224,7 +213,7 @@ def low_rank_argmax(
         found = low_rank_argmax_reference(base, weight, latents_of(latent, previous), first_id)
         keys.copy_(torch.maximum(keys, found))
         return
-    _scan(base, weight, latent, keys, previous, first_id, reverse, overlap, tiling, None)
+    _scan(base, weight, latent, keys, previous, first_id, reverse, overlap, None)
 
 
 def low_rank_sample(
@@ -240,7 +229,6 @@ def low_rank_sample(
     draw: int,
     previous: Tensor | None = None,
     first_id: int = 0,
-    tiling: Tiling | None = None,
 ) -> None:
     """`low_rank_argmax` of (base + W2 u) / temperature + Gumbel noise; base + W2 u goes to `scores`.
 
@@ -256,7 +244,7 @@ def low_rank_sample(
         keys.copy_(torch.maximum(keys, found))
         return
     sampling = (scores, temperature, seeds, positions, draw)
-    _scan(base, weight, latent, keys, previous, first_id, False, True, tiling, sampling)
+    _scan(base, weight, latent, keys, previous, first_id, False, True, sampling)
 
 
 def _scan(
@@ -268,14 +256,13 @@ def _scan(
     first_id: int,
     reverse: bool,
     overlap: bool,
-    tiling: Tiling | None,
     sampling: tuple[Tensor, Tensor, Tensor, Tensor, int] | None,
 ) -> None:
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
     rank, item = (16, 2) if weight is None else (weight.shape[1], weight.element_size())
     greedy_tiling = FEW_ROWS_TILING if batch <= FEW_ROWS else GREEDY_TILING
-    tiling = tiling or (greedy_tiling if sampling is None else SAMPLING_TILING)
+    tiling = greedy_tiling if sampling is None else SAMPLING_TILING
     # Noise is made for every column of a tile, so there are no more than needed; products alone come by sixteen.
     least_columns = 16 if sampling is None else 1
     block_b = min(64, max(least_columns, triton.next_power_of_2(batch)))

@@ -28,6 +28,7 @@ from draftsmith.kernels.rollout.low_rank_argmax import (
     tile_rows,
 )
 from draftsmith.kernels.rollout.row_bounds import DIRECTIONS, UNDERFLOW, RowBounds, share_beside, slack, upper_bounds
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.keys import (
     LOWEST_KEY,
@@ -42,6 +43,7 @@ GROUP, LEADERS = 512, 4
 """Tokens of a group, and how many of them, the best by base, are always read."""
 SPAN = 1024
 """Tokens of a program."""
+TILING = Tiling(columns=SPAN, warps=4)
 FIRSTS = 16
 """Rows that give the lower bound L: the best of the groups' best."""
 
@@ -276,8 +278,7 @@ def pruned_low_rank_argmax(
     previous: Tensor | None = None,
     first_id: int = 0,
     read: Tensor | None = None,
-    span: int | None = None,
-    warps: int = 4,
+    tiling: Tiling = TILING,
     overlap: bool = True,
 ) -> None:
     """Raises `keys` to the best token's key, as `low_rank_argmax` does, reading only rows of W2 that may win.
@@ -285,8 +286,8 @@ def pruned_low_rank_argmax(
     bounds as from `row_bounds` of this weight; leaders as from `leaders` of this base, for part of a vocabulary of this
     part. Any `firsts` are right; the better their scores, the fewer rows are read. read [batch] int32, if given, is
     raised by the number of rows that the bound left. Base, bounds and leaders are read before the kernel's predecessor
-    has ended: they must have been made before the chain of launches began, whose first has overlap=False. The other
-    arguments as for `low_rank_argmax`.
+    has ended: they must have been made before the chain of launches began, whose first has overlap=False. tiling:
+    columns (tokens of a program), warps. The other arguments as for `low_rank_argmax`.
     """
     if not uses_kernels(base):
         latents = latents_of(latent, previous)
@@ -297,7 +298,7 @@ def pruned_low_rank_argmax(
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
     rank = weight.shape[1]
-    span, tile = span or SPAN, tile_rows(rank, weight.element_size())
+    span, tile = tiling.columns, tile_rows(rank, weight.element_size())
     wanted = ((DIRECTIONS, rank), (vocab, DIRECTIONS), (vocab,), (vocab,))
     for name, shape, given in zip(RowBounds._fields, wanted, bounds, strict=True):
         if given.shape != shape or not given.is_contiguous():
@@ -322,6 +323,6 @@ def pruned_low_rank_argmax(
         first_id, slack(rank), UNDERFLOW,
         SPAN=span, TILE=tile, BLOCK_E=padded_rank(rank), COLUMNS=COLUMNS,
         GROUP=GROUP, LEADERS=LEADERS, FIRSTS=FIRSTS, DIRECTIONS=DIRECTIONS,
-        GATHER=previous is not None, REPORT=read is not None, num_warps=warps,
+        GATHER=previous is not None, REPORT=read is not None, num_warps=tiling.warps,
         **overlapping(base.device, overlap),
     )  # fmt: skip

@@ -21,6 +21,8 @@ from draftsmith.kernels.vocabulary.keys import key_ids, key_ids_in_kernel
 
 MAX_WIDTH = 8192
 """The widest G that the kernel holds."""
+LINES = 16
+"""Of the weights, in a program of `advance` that makes the state itself."""
 FEW_ROWS = 2
 """Up to so many rows every program of `advance` makes the whole state itself; more have a launch of their own."""
 
@@ -222,8 +224,6 @@ def advance(
     weight_hh: Tensor,
     *,
     previous: Tensor | None = None,
-    lines: int = 16,
-    warps: int = 8,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token further: (state [batch, G], latent [batch, E], the state's side of the next gates [batch, 3G] fp32).
 
@@ -258,12 +258,12 @@ def advance(
         )  # fmt: skip
         return new_state, latent, new_gates
     block_k = triton.next_power_of_2(width)
-    block_n = max(1, min(lines, 16384 // block_k))
+    block_n = max(1, min(LINES, 16384 // block_k))
     latent_programs = triton.cdiv(rank, block_n)
     _advance_kernel[(latent_programs + triton.cdiv(3 * width, block_n),)](
         keys, gates_i, gates_h, state, new_state, from_hidden, weight_state, weight_hh, latent, new_gates,
         from_hidden.stride(0), weight_state.stride(0), width, rank, latent_programs, batch, batch * 3 * width,
-        BLOCK_N=block_n, BLOCK_K=block_k, TABLE=table, SPLITS=splits, num_warps=warps, **overlap,
+        BLOCK_N=block_n, BLOCK_K=block_k, TABLE=table, SPLITS=splits, num_warps=8, **overlap,
     )  # fmt: skip
     return new_state, latent, new_gates
 

@@ -4,30 +4,21 @@ A general product of so few rows leaves a part of the memory's bandwidth unused.
 head and states, as the general product rounds it.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, stages_that_fit, uses_kernels
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
 
 MAX_STATES = 64
 """The most states for which the kernel reads the head faster than the general product does."""
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Tokens and columns of a tile, warps, tiles in flight."""
-
-    tokens: int
-    columns: int
-    warps: int
-    stages: int
-
-
-FEW, MORE = Tiling(64, 128, 4, 4), Tiling(128, 128, 8, 3)
-"""Up to 32 states, and beyond."""
+FEW = Tiling(columns=64, depth=128, warps=4, stages=4)
+"""For up to 32 states."""
+MORE = Tiling(columns=128, depth=128, warps=8, stages=3)
+"""Beyond."""
 
 
 def few_states_reference(states: Tensor, head: Tensor) -> Tensor:
@@ -80,7 +71,7 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def few_states_logits(states: Tensor, head: Tensor, *, tiling: Tiling | None = None) -> Tensor:
+def few_states_logits(states: Tensor, head: Tensor) -> Tensor:
     """states [..., H] contiguous, head [V, H] with contiguous rows, of one dtype -> logits [..., V] in that dtype.
 
     Nearly as fast as reading the head for up to `MAX_STATES` states. Raises `ValueError` for shapes or dtypes that do
@@ -93,8 +84,8 @@ def few_states_logits(states: Tensor, head: Tensor, *, tiling: Tiling | None = N
     if not fits or not states.is_contiguous():
         raise ValueError(f"states {tuple(states.shape)} {states.dtype}, head {tuple(head.shape)} {head.dtype}")
     count = states.numel() // inner
-    tiling = tiling or (FEW if count <= 32 else MORE)
-    block_n, block_k = tiling.tokens, tiling.columns
+    tiling = FEW if count <= 32 else MORE
+    block_n, block_k = tiling.columns, tiling.depth
     if states.dtype == torch.float32:
         block_k //= 2
     block_m = max(16, triton.next_power_of_2(count))

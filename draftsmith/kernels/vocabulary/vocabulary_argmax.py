@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.device import overlapping, shared_memory, uses_kernels
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.triton import tl, triton
 from draftsmith.kernels.vocabulary.few_states import head_tile_in_kernel
 
@@ -64,22 +65,14 @@ def _choose_kernel(best_ptr, index_ptr, id_ptr, finite_ptr, num_tiles, BLOCK: tl
 
 
 def vocabulary_argmax(
-    hidden: Tensor,
-    weight: Tensor,
-    softcap: float | None = None,
-    *,
-    block_n: int | None = None,
-    block_k: int | None = None,
-    block_m: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
+    hidden: Tensor, weight: Tensor, softcap: float | None = None, *, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Argmax over the vocabulary of softcap(hidden W^T), ties to the lowest id.
 
     hidden [..., K] in bf16, fp16 or fp32; weight [V, K] of the same dtype, rows contiguous; softcap c: logits are
-    c * tanh(logits / c). The remaining options are tile sizes, chosen by the number of rows where not given. Returns
-    (ids [...] int64, finite [...] bool: False where a logit is NaN or plus infinity, or all are minus infinity).
-    Logits are rounded to the dtype before they are compared, as they would be if they were written. Raises
+    c * tanh(logits / c). tiling: rows (states), columns (tokens), depth, warps, stages; None: as `argmax_tiling` says.
+    Returns (ids [...] int64, finite [...] bool: False where a logit is NaN or plus infinity, or all are minus
+    infinity). Logits are rounded to the dtype before they are compared, as they would be if they were written. Raises
     `ValueError` for shapes or dtypes that do not fit.
     """
     if not uses_kernels(hidden):
@@ -89,23 +82,35 @@ def vocabulary_argmax(
         raise ValueError(f"states {tuple(hidden.shape)} {hidden.dtype}, head {tuple(weight.shape)} {weight.dtype}")
     x = hidden.reshape(-1, inner).contiguous()
     rows = x.shape[0]
-    many = rows > 256 and shared_memory(x.device) >= 3 * 64 * (256 + 128) * x.element_size()  # of a pipeline of 3 tiles
-    most = 32 if x.dtype == torch.float32 else 256 if many else 128
-    block_m = block_m or max(16, min(most, triton.next_power_of_2(rows)))
-    block_n = block_n or (64 if block_m <= 32 else 128)
-    block_k = block_k or (128 if block_m <= 32 and x.dtype != torch.float32 and inner % 128 == 0 else 64)
-    tiles = triton.cdiv(vocabulary, block_n)
+    tiling = tiling or argmax_tiling(x)
+    tiles = triton.cdiv(vocabulary, tiling.columns)
     best = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     index = torch.empty(rows, tiles, dtype=torch.int32, device=x.device)
     ids = torch.empty(rows, dtype=torch.int64, device=x.device)
     finite = torch.empty(rows, dtype=torch.bool, device=x.device)
-    _tile_kernel[(triton.cdiv(rows, block_m), tiles)](
+    _tile_kernel[(triton.cdiv(rows, tiling.rows), tiles)](
         x, weight, best, index, rows, tiles, inner, weight.stride(0), softcap or 1.0,
-        vocabulary, inner, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inner % block_k == 0,
-        HAS_CAP=softcap is not None, num_warps=warps or (8 if block_m >= 128 else 4), num_stages=stages or 3,
+        vocabulary, inner, BLOCK_M=tiling.rows, BLOCK_N=tiling.columns, BLOCK_K=tiling.depth,
+        EVEN=inner % tiling.depth == 0, HAS_CAP=softcap is not None, num_warps=tiling.warps, num_stages=tiling.stages,
         **overlapping(x.device),
     )  # fmt: skip
     _choose_kernel[(rows,)](
         best, index, ids, finite, tiles, BLOCK=triton.next_power_of_2(tiles), num_warps=4, **overlapping(x.device)
     )
     return ids.view(hidden.shape[:-1]), finite.view(hidden.shape[:-1])
+
+
+def argmax_tiling(x: Tensor) -> Tiling:
+    """The tiling of `vocabulary_argmax` for states x [rows, K]."""
+    rows, inner = x.shape
+    wide = x.dtype == torch.float32
+    many = rows > 256 and shared_memory(x.device) >= 3 * 64 * (256 + 128) * x.element_size()  # of a pipeline of 3 tiles
+    block_m = max(16, min(32 if wide else 256 if many else 128, triton.next_power_of_2(rows)))
+    few = block_m <= 32
+    return Tiling(
+        rows=block_m,
+        columns=64 if few else 128,
+        depth=128 if few and not wide and inner % 128 == 0 else 64,
+        warps=8 if block_m >= 128 else 4,
+        stages=3,
+    )

@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftsmith.kernels.attention.block_attention import block_attention, block_attention_reference, split_count
-from draftsmith.kernels.attention.visibility import ancestors_of
+from draftsmith.kernels.attention import block_attention as module
+from draftsmith.kernels.attention.block_attention import attention_tiling, split_count
+from draftsmith.kernels.attention.visibility import CachePattern, ancestors_of
 from tests.support.trees import depths_of, random_parents
 
 CASES = {
@@ -19,6 +20,17 @@ CASES = {
     "more rows than a tile, sinks": dict(batch=1, heads=5, kv=1, width=27, dim=16, length=97, causal=True, sinks=True),
     "a prompt's chunk": dict(batch=1, heads=2, kv=1, width=75, dim=64, length=140, causal=True, window=30),
 }
+
+
+def block_attention(q, k, v, start, *, causal, window=None, ancestors=None, splits=None, block_m=None, **options):
+    """By the kernel, in tiles as it chooses them but for `splits` and `block_m`."""
+    tiling = attention_tiling(q, k.shape[1])
+    tiling = tiling._replace(rows=block_m or tiling.rows, splits=splits or tiling.splits)
+    return module.block_attention(q, k, v, CachePattern(start, causal, window, ancestors), tiling=tiling, **options)
+
+
+def block_attention_reference(q, k, v, start, *, causal, window=None, ancestors=None, **options):
+    return module.block_attention_reference(q, k, v, CachePattern(start, causal, window, ancestors), **options)
 
 
 def _inputs(case: dict, dtype: torch.dtype, seed: int):
@@ -41,6 +53,17 @@ def test_kernel_equals_reference(name, splits, dtype):
     actual = block_attention(*arguments, **options, splits=splits, block_m=16 if splits > 1 else None)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_runs_without_kernels_equals_the_reference(name):
+    (q, k, v, start), options = _inputs(CASES[name], torch.float32, seed=4)
+    pattern = CachePattern(start, options.pop("causal"), options.pop("window", None))
+    expected = module.block_attention_reference(q, k, v, pattern, **options)
+    found = module.masked_attention(q, k, v, pattern, **options)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    k[0, 0, int(start[0])] += 1.0
+    assert not torch.allclose(module.masked_attention(q, k, v, pattern, **options)[0], found[0])
 
 
 def test_first_position_and_garbage_beyond_the_row():

@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftsmith.kernels.attention.rope_cache import rope_cache, rope_cache_reference
+from draftsmith.kernels.attention.rope_cache import HeadNorms, rope_cache, rope_cache_reference
 from draftsmith.kernels.layers.gated_activation import gated_activation, gated_activation_reference
 from draftsmith.kernels.layers.rms_norm import rms_norm, rms_norm_reference
+from draftsmith.kernels.tiling import Tiling
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -65,12 +66,12 @@ def test_rope_cache(dtype, dim, rotary, norm, unit_offset):
     start = torch.tensor([0, 16, 7])
     angles = torch.rand(batch, width, rotary // 2) * 6
     cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
-    weights = [torch.randn(dim).to(dtype) if norm else None for _ in range(2)]
-    options = dict(heads=heads, q_weight=weights[0], k_weight=weights[1], eps=1e-6, unit_offset=unit_offset)
+    weights = [torch.randn(dim).to(dtype) for _ in range(2)]
+    options = dict(heads=heads, norms=HeadNorms(*weights, 1e-6, unit_offset) if norm else None)
     results = []
     for function in (rope_cache, rope_cache_reference):
         caches = [torch.full((batch, kv_heads, length, dim), 7.0).to(dtype) for _ in range(2)]
-        results.append((function(qkv, cos, sin, start, *caches, **options), *caches))
+        results.append((function(qkv, (cos, sin), start, caches, **options), *caches))
     for actual, expected in zip(*results, strict=True):
         _close(actual, expected)
     assert (results[0][1][0, :, 2:] == 7.0).all(), "entries past the block are untouched"
@@ -105,16 +106,15 @@ def test_rope_cache_at_positions_of_each_token(heads_per_program):
     angles = torch.rand(length, dim // 2) * 6
     cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
     positions = torch.arange(width) + torch.randint(0, length - width, (batch, 1))
-    weights = dict(q_weight=torch.randn(dim), k_weight=torch.randn(dim))
+    options = dict(heads=heads, norms=HeadNorms(torch.randn(dim), torch.randn(dim), 1e-6))
     results = []
-    for function, tiles in ((rope_cache, {"heads_per_program": heads_per_program}), (rope_cache_reference, {})):
+    for function, tiles in ((rope_cache, {"tiling": Tiling(rows=heads_per_program)}), (rope_cache_reference, {})):
         caches = [torch.full((batch, kv_heads, length, dim), 7.0) for _ in range(2)]
-        options = dict(heads=heads, eps=1e-6, **weights, **tiles)
-        results.append((function(qkv, cos, sin, positions, *caches, **options), *caches))
+        results.append((function(qkv, (cos, sin), positions, caches, **options, **tiles), *caches))
     for actual, expected in zip(*results, strict=True):
         _close(actual, expected)
     moved = [torch.full((batch, kv_heads, length, dim), 7.0) for _ in range(2)]
-    rope_cache(qkv, cos, sin, positions + 1, *moved, heads=heads, eps=1e-6, **weights)
+    rope_cache(qkv, (cos, sin), positions + 1, moved, **options)
     assert not torch.equal(moved[1], results[0][2])
 
 
@@ -126,16 +126,16 @@ def test_rope_cache_writes_where_it_is_told():
     angles = torch.rand(9, dim // 2) * 6
     cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
     positions = torch.tensor([[4, 5, 5], [1, 2, 3]])
-    options = dict(heads=heads, eps=1e-6, q_weight=None, k_weight=None)
+    options = dict(heads=heads, norms=None)
     results = []
     for function in (rope_cache, rope_cache_reference):
         caches = [torch.full((2, kv_heads, 9, dim), 7.0) for _ in range(2)]
-        results.append((function(qkv, cos, sin, positions, *caches, places=places, **options), *caches))
+        results.append((function(qkv, (cos, sin), positions, caches, places=places, **options), *caches))
     for actual, expected in zip(*results, strict=True):
         _close(actual, expected)
     query, keys, values = results[0]
     plain = [torch.full((2, kv_heads, 9, dim), 7.0) for _ in range(2)]
-    assert torch.equal(rope_cache(qkv, cos, sin, positions, *plain, **options), query)
+    assert torch.equal(rope_cache(qkv, (cos, sin), positions, plain, **options), query)
     assert torch.equal(keys[1, :, places[1]], plain[0][1, :, positions[1]])
     assert torch.equal(values[0, :, 4:7], qkv[0, None, :, -dim:])
     assert (keys[1, :, 3:] == 7.0).all()

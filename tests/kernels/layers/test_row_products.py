@@ -6,8 +6,18 @@ import torch
 pytest.importorskip("triton")
 
 from draftsmith.kernels.layers.joined import join_rows
-from draftsmith.kernels.layers.skinny_linear import linear_or_addends, skinny_linear, skinny_linear_reference
-from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax, vocabulary_argmax_reference
+from draftsmith.kernels.layers.skinny_linear import (
+    linear_or_addends,
+    skinny_linear,
+    skinny_linear_reference,
+    skinny_tiling,
+)
+from draftsmith.kernels.tiling import Tiling
+from draftsmith.kernels.vocabulary.vocabulary_argmax import (
+    argmax_tiling,
+    vocabulary_argmax,
+    vocabulary_argmax_reference,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -18,11 +28,13 @@ from draftsmith.kernels.vocabulary.vocabulary_argmax import vocabulary_argmax, v
 def test_skinny_linear(dtype, rows, outputs, inner, splits):
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outputs, inner).to(dtype)
     expected = skinny_linear_reference(x, weight).sum(0)
-    actual = skinny_linear(x, weight, splits=splits, block_k=64)
+    tiling = skinny_tiling(x, weight)._replace(depth=64)
+    tiling = tiling if splits is None else tiling._replace(splits=splits)
+    actual = skinny_linear(x, weight, tiling=tiling)
     assert actual.shape[1:] == (rows, outputs)
     torch.testing.assert_close(actual.sum(0), expected, atol=2e-4, rtol=1e-4)
     weight[-1, -1] += 1.0
-    changed = skinny_linear(x, weight, splits=splits, block_k=64).sum(0)
+    changed = skinny_linear(x, weight, tiling=tiling).sum(0)
     assert torch.equal(changed[:, :-1], actual.sum(0)[:, :-1])
     assert not torch.equal(changed[:, -1], actual.sum(0)[:, -1])
 
@@ -30,11 +42,12 @@ def test_skinny_linear(dtype, rows, outputs, inner, splits):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_row_does_not_depend_on_the_other_rows(dtype):
     x, weight = torch.randn(32, 200).to(dtype), torch.randn(70, 200).to(dtype)
-    whole = skinny_linear(x, weight, splits=2, block_k=64)
+    tiling = Tiling(rows=32, columns=64, depth=64, splits=2)
+    whole = skinny_linear(x, weight, tiling=tiling)
     others = torch.randn(32, 200).to(dtype)
     others[13] = x[13]
     for rows in (32, 17, 14):
-        beside = skinny_linear(others[:rows], weight, splits=2, block_k=64, block_m=32)
+        beside = skinny_linear(others[:rows], weight, tiling=tiling)
         assert torch.equal(beside[:, 13], whole[:, 13])
         assert not torch.equal(beside[:, 12], whole[:, 12])
 
@@ -42,15 +55,16 @@ def test_a_row_does_not_depend_on_the_other_rows(dtype):
 @pytest.mark.parametrize("held", [2, 3, 9])
 def test_weights_may_be_fetched_early(held):
     x, weight = torch.randn(20, 400), torch.randn(70, 400)  # parts of 4 blocks, the last one of 3 with a tail
-    found = skinny_linear(x, weight, splits=2, block_k=64, held=held)
-    torch.testing.assert_close(found, skinny_linear(x, weight, splits=2, block_k=64, held=1), atol=1e-4, rtol=1e-4)
+    tiling = Tiling(rows=32, columns=64, depth=64, splits=2)
+    found = skinny_linear(x, weight, tiling=tiling._replace(held=held))
+    torch.testing.assert_close(found, skinny_linear(x, weight, tiling=tiling), atol=1e-4, rtol=1e-4)
 
 
 def test_skinny_linear_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="at most 32 rows, got 33"):
         skinny_linear(torch.randn(33, 8), torch.randn(4, 8))
     with pytest.raises(ValueError, match="tile of 16 rows does not hold 17"):
-        skinny_linear(torch.randn(17, 8), torch.randn(4, 8), block_m=16)
+        skinny_linear(torch.randn(17, 8), torch.randn(4, 8), tiling=Tiling(rows=16, columns=64, depth=64))
     with pytest.raises(ValueError, match="does not fit"):
         skinny_linear(torch.randn(2, 9), torch.randn(4, 8))
 
@@ -65,7 +79,7 @@ def test_addends_come_of_few_rows_that_may_come_so():
     torch.testing.assert_close(addends.sum(0).half(), expected, atol=0.05, rtol=2e-3)
     for arguments, options in (
         ((x, weight, bias), {}),
-        ((x, weight), {"addends": False}),
+        ((x.float(), weight.float()), {}),
         ((x.repeat(6, 1, 1), weight), {}),
     ):
         whole, partial = linear_or_addends(*arguments, **options)
@@ -91,11 +105,12 @@ def test_joined_parameters_are_views_of_one_storage():
 def test_vocabulary_argmax(dtype, rows, vocabulary, inner, softcap):
     hidden = torch.randn(rows, inner).to(dtype)
     weight = (2 * inner**-0.5 * torch.randn(vocabulary, inner)).to(dtype)
-    ids, finite = vocabulary_argmax(hidden, weight, softcap, block_k=64)
+    tiling = argmax_tiling(hidden)._replace(depth=64)
+    ids, finite = vocabulary_argmax(hidden, weight, softcap, tiling=tiling)
     assert torch.equal(ids, vocabulary_argmax_reference(hidden, weight, softcap)[0])
     assert finite.all()
     weight[7] = 3 * hidden[-1]
-    assert vocabulary_argmax(hidden, weight, softcap, block_k=64)[0][-1] == 7
+    assert vocabulary_argmax(hidden, weight, softcap, tiling=tiling)[0][-1] == 7
 
 
 def test_ties_go_to_the_lowest_id():

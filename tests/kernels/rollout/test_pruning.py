@@ -24,6 +24,7 @@ from draftsmith.kernels.rollout.low_rank_pruning import (
     widest_rank,
 )
 from draftsmith.kernels.rollout.row_bounds import DIRECTIONS, RowBounds, row_bounds, share_beside, upper_bounds
+from draftsmith.kernels.tiling import Tiling
 from draftsmith.kernels.vocabulary.keys import key_ids, key_scores, new_keys
 
 CPU = torch.device("cpu")
@@ -133,7 +134,9 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab:
     pruned, dense = new_keys(batch, device=CPU), new_keys(batch, device=CPU)
     read = torch.zeros(batch, dtype=torch.int32)
     bounds = row_bounds(weight)
-    pruned_low_rank_argmax(base, weight, latent, pruned, bounds=bounds, leaders=few, read=read, span=256)
+    pruned_low_rank_argmax(
+        base, weight, latent, pruned, bounds=bounds, leaders=few, read=read, tiling=Tiling(columns=256)
+    )
     low_rank_argmax(base, weight, latent, dense)
     assert torch.equal(key_ids(pruned), key_ids(dense))
     lower = low_rank_scores(base, weight, latent).gather(-1, few.firsts.long()).amax(-1, keepdim=True)
@@ -150,7 +153,9 @@ def test_the_kernel_reads_what_the_rule_leaves(maker: object, batch: int, vocab:
         base[0, winner] = 2e4
         again = new_keys(batch, device=CPU)
         few = leaders(base)
-        pruned_low_rank_argmax(base, weight, latent, again, bounds=row_bounds(weight), leaders=few, span=256)
+        pruned_low_rank_argmax(
+            base, weight, latent, again, bounds=row_bounds(weight), leaders=few, tiling=Tiling(columns=256)
+        )
         assert int(key_ids(again)[0]) == winner
 
 
@@ -167,11 +172,13 @@ def test_rows_are_searched_together_as_alone(batch: int) -> None:
         new_keys(batch, device=CPU),
         torch.zeros(batch, dtype=torch.int32),
     )
-    pruned_low_rank_argmax(base, weight, latent, together, bounds=bounds, leaders=few, read=read, span=256)
+    pruned_low_rank_argmax(
+        base, weight, latent, together, bounds=bounds, leaders=few, read=read, tiling=Tiling(columns=256)
+    )
     for row in range(batch):
         one = slice(row, row + 1)
         pruned_low_rank_argmax(
-            base[one], weight, latent[one], alone[one], bounds=bounds, leaders=few.of(one), span=256
+            base[one], weight, latent[one], alone[one], bounds=bounds, leaders=few.of(one), tiling=Tiling(columns=256)
         )  # fmt: skip
     assert torch.equal(key_ids(together), winners)
     torch.testing.assert_close(key_scores(together), key_scores(alone))
@@ -245,7 +252,7 @@ def test_what_the_kernel_refuses() -> None:
     with pytest.raises(ValueError, match=r"firsts of the leaders must be torch.int32 \[2, 8\]"):
         pruned_low_rank_argmax(base, weight, latent, keys, bounds=bounds, leaders=wrong)
     with pytest.raises(ValueError, match="span is 96; allowed: a multiple of 64"):
-        pruned_low_rank_argmax(base, weight, latent, keys, bounds=bounds, leaders=few, span=96)
+        pruned_low_rank_argmax(base, weight, latent, keys, bounds=bounds, leaders=few, tiling=Tiling(columns=96))
     base, weight, latent = operands(ordinary, 2, 130, 257, 0, 1.0)
     with pytest.raises(ValueError, match=f"rows of 257 torch.float32 are too long; .* up to {widest_rank(4, CPU)}"):
         pruned_low_rank_argmax(base, weight, latent, keys, bounds=row_bounds(weight), leaders=few)

@@ -34,6 +34,9 @@ def operands(batch: int, vocab: int, rank: int, dtype: torch.dtype = torch.float
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
+SMALL = inputs.TILING._replace(splits=2, depth=16)
+
+
 def test_keys_order_as_scores_do_and_hold_them() -> None:
     scores = torch.tensor([float("-inf"), -3e38, -2.5, -1e-45, -0.0, 0.0, 1e-45, 0.1, 3e38, float("inf")])
     ids = torch.arange(10) + 2**31  # ids above 2^31 fit
@@ -162,7 +165,9 @@ def test_prefix_step(dtype: torch.dtype, batch: int, hidden: int, width: int, ra
     close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 3e-3}
     rest = (gates_h, state, from_hidden, whole[:, hidden:], weight_hh)
 
-    gates_i = inputs.input_gates(keys, embedding, weight_ih, scale=1.5, splits=3, depth=16)
+    gates_i = inputs.input_gates(
+        keys, embedding, weight_ih, scale=1.5, tiling=inputs.TILING._replace(splits=3, depth=16)
+    )
     reference = inputs.input_gates_reference(ids, embedding, weight_ih, 1.5)
     torch.testing.assert_close(gates_i.sum(0), reference[0], **close)
     expected = prefix_gru.advance_reference(reference, *rest)
@@ -190,18 +195,18 @@ def test_guesses_change_nothing(batch: int) -> None:
     generator = torch.Generator().manual_seed(batch)
     embedding, weight = torch.randn(50, 33, generator=generator), torch.randn(21, 33, generator=generator)
     ids = torch.randint(50, (batch,), generator=generator)
-    plain = inputs.input_gates(pack_keys(torch.zeros(batch), ids), embedding, weight, splits=2, depth=16).sum(0)
+    plain = inputs.input_gates(pack_keys(torch.zeros(batch), ids), embedding, weight, tiling=SMALL).sum(0)
     guesses = torch.stack([ids + 1, ids + 2, ids], dim=1) % 50  # the last one is right
     known = embedding[guesses] @ weight.T
     for wrong in range(batch + 1):
         guesses[:wrong, 2] = 49 - ids[:wrong] + (ids[:wrong] > 24).long()  # another token than the row's
         known[:wrong] = embedding[guesses[:wrong]] @ weight.T
         keys = pack_keys(torch.zeros(batch), ids)
-        found = inputs.input_gates(keys, embedding, weight, splits=2, depth=16, guesses=(guesses, known))
+        found = inputs.input_gates(keys, embedding, weight, tiling=SMALL, guesses=(guesses, known))
         torch.testing.assert_close(found.sum(0), plain, rtol=1e-5, atol=1e-5)
     # Mutated: what a right guess says is taken, not computed.
     guesses[0, 1], known[0, 1] = ids[0], 7.0
-    found = inputs.input_gates(keys, embedding, weight, splits=2, depth=16, guesses=(guesses, known)).sum(0)
+    found = inputs.input_gates(keys, embedding, weight, tiling=SMALL, guesses=(guesses, known)).sum(0)
     assert (found[0] == 7.0).all()
     torch.testing.assert_close(found[1:], plain[1:], rtol=1e-5, atol=1e-5)
 
