@@ -218,6 +218,8 @@ class Backbone(Network):
     wrappers: makes those of a layer's sublayers, by their names in `WRAPPED_SUBLAYERS`.
     """
 
+    read_first = ("k_proj", "v_proj", "k_norm")  # they make the context
+
     def __init__(self, config: NetworkSizes, wrappers: Callable[[], dict[str, SublayerWrapper]]) -> None:
         super().__init__()
         self.attention_kinds = config.attention_kinds

@@ -1,6 +1,6 @@
 """What a draft's network is made for, and what every network has."""
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import nn
 
@@ -58,5 +58,8 @@ class NetworkSizes(DraftSizes, RopeSizes, Protocol):
 class Network(nn.Module):
     """What reads the target's states. Whatever else it computes, `fc` fuses the taps, [.., T*H]; the dtype and the
     device of its weight are the draft's."""
+
+    read_first: ClassVar[tuple[str, ...]] = ()
+    """Parts of its `layers` that a forward uses before the first of them runs, as well as in it."""
 
     fc: nn.Linear

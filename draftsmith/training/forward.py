@@ -38,7 +38,7 @@ class DraftLoss(nn.Module):
     def forward(self, batch: MicroBatch, progress: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         """batch on the draft's device; progress as from `share_done`."""
         (compute,) = self._compute
-        weights, zero = working_weights(self.draft, self._autocast)
+        weights, zero = working_weights(self.draft, self._autocast, self.draft.backbone.read_first)
         with torch.autocast(self.draft.device.type, dtype=self._autocast, enabled=self._autocast is not None):
             terms = functional_call(
                 compute, {f"draft.{name}": weight for name, weight in weights.items()}, (batch, progress)

@@ -1,13 +1,16 @@
 """The weights that a forward computes with: those of the run's precision, made from the fp32 ones once a forward."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def working_weights(module: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], Tensor]:
+def working_weights(
+    module: nn.Module, dtype: torch.dtype | None, read_first: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], Tensor]:
     """(name -> what stands in for each parameter of `module`, a zero that depends on all of them).
 
     Weights and biases of linear layers are copied to `dtype`, so that they are not cast wherever they are used; other
@@ -16,7 +19,8 @@ def working_weights(module: nn.Module, dtype: torch.dtype | None) -> tuple[dict[
     that exchange gradients wait for each other's.
 
     Layers are copied one by one, and the gradients of the last are complete while those of the first are computed:
-    what processes exchange then travels beside the backward.
+    what processes exchange then travels beside the backward. read_first: parts of layers (`k_proj`) that are used
+    before the first layer runs, too, so that the backward comes to them last.
     """
     linear = {
         f"{prefix}.{name}" if prefix else name
@@ -26,7 +30,7 @@ def working_weights(module: nn.Module, dtype: torch.dtype | None) -> tuple[dict[
     }
     groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, parameter in module.named_parameters():
-        groups[_group(name)][name] = parameter
+        groups[_group(name, read_first)][name] = parameter
     weights: dict[str, Tensor] = {}
     zeros = []
     for group in groups.values():
@@ -49,14 +53,12 @@ def _at_once(tensor: Tensor) -> Tensor:
 
 
 _AT_ONCE = 2**64 - 1  # what autograd gives the nodes that store gradients
-_OF_CONTEXT = ("k_proj", "v_proj", "k_norm")
 
 
-def _group(name: str) -> str:
-    """`...layers.3` of the names of that layer's parameters; one name for all others. Those that also make the
-    context's keys and values are among the others: the backward comes to the context last."""
+def _group(name: str, read_first: Sequence[str]) -> str:
+    """`...layers.3` of the names of that layer's parameters; one name for all others, and for those `read_first`."""
     before, found, after = name.partition("layers.")
-    if not found or any(part in _OF_CONTEXT for part in after.split(".")):
+    if not found or any(part in read_first for part in after.split(".")):
         return ""
     return before + found + after.split(".", 1)[0]
 
