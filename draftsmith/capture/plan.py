@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.base.readable import readable_bytes
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
@@ -30,24 +31,6 @@ class SizeEstimate:
             f"{self.samples:,} samples, {self.tokens:,} tokens: {readable_bytes(self.bytes)} to be written, "
             f"{readable_bytes(self.free_bytes)} free"
         )
-
-
-def readable_bytes(count: float) -> str:
-    """A number of bytes with a binary unit, such as `1.5 GiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def readable_duration(seconds: float) -> str:
-    """A time to plan with, such as `40 s`, `12 min`, `3.5 h` or `2.1 days`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
 
 
 def estimate_size(samples: Sequence[Sample], layout: CaptureLayout, directory: Path | str) -> SizeEstimate:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.base.files import replacing
-from draftsmith.capture.plan import SizeEstimate, readable_bytes
+from draftsmith.base.readable import readable_bytes
+from draftsmith.capture.plan import SizeEstimate
 from draftsmith.capture.refusals import Reason, shown_ids
 from draftsmith.features.manifest import StoreManifest
 

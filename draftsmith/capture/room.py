@@ -3,7 +3,8 @@
 import logging
 from pathlib import Path
 
-from draftsmith.capture.plan import SizeEstimate, readable_bytes
+from draftsmith.base.readable import readable_bytes
+from draftsmith.capture.plan import SizeEstimate
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.schema import CaptureLayout
 

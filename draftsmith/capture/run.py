@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.base.progress import Progress, SilentProgress
+from draftsmith.base.readable import readable_bytes, readable_duration
 from draftsmith.capture.backends import BACKENDS, check_backend
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.pipeline import computed_batches, store_all
@@ -19,8 +20,6 @@ from draftsmith.capture.plan import (
     estimate_size,
     finished_samples,
     plan_batches,
-    readable_bytes,
-    readable_duration,
     share_batches,
 )
 from draftsmith.capture.refusals import Reason, Refusals, accept

@@ -16,10 +16,10 @@ from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.costs import QWEN3_8B, costs, in_dimensions_of
 from draftsmith.algorithms.registry import all_algorithms
 from draftsmith.base.progress import Progress
+from draftsmith.base.readable import readable_bytes
 from draftsmith.bench.compare import Comparisons, compare
 from draftsmith.bench.headline import estimate
 from draftsmith.bench.records import read_report
-from draftsmith.capture.plan import readable_bytes
 from draftsmith.data.chat import tokenizer_fingerprint
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.directory import read_directory

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.algorithms.build import draft_config
+from draftsmith.algorithms.registry import algorithm
 from draftsmith.base.files import file_sha256
 from draftsmith.bench.chat import Chat
 from draftsmith.bench.decoders import DraftEntry
@@ -35,6 +36,7 @@ from draftsmith.export.card import Measured
 from draftsmith.export.fingerprint import directory_fingerprint
 from draftsmith.export.options import ExportOptions
 from draftsmith.export.run import export_run
+from draftsmith.features.check import check_store
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
 from draftsmith.parallel.ranks import is_first, process_count
@@ -47,6 +49,7 @@ from draftsmith.stages.store_stages import StoreStages
 from draftsmith.targets.ends import TargetOutline
 from draftsmith.targets.options import TargetOptions
 from draftsmith.training.checkpoint import RunCheckpoints
+from draftsmith.training.forecast import forecast
 from draftsmith.training.hooks import Hooks
 from draftsmith.training.record import CHECKPOINTS, RECORD_FILE
 from draftsmith.training.run import train
@@ -153,18 +156,26 @@ class Workspace(StoreStages):
         self._perform("train", settings, directory, work, fresh=fresh, keep_changed=resume)
 
     def plan_training(self, *, resume: bool = False) -> None:
-        """Says what `train` would load, what would be fresh and what differs; changes nothing.
+        """Says what `train` would load, what would be fresh, what differs and what it takes; changes nothing.
 
-        Reads the target's configuration, the run's checkpoints and `draft.init_from`, no features. Raises
-        `DraftsmithError` where `train` would, after everything has been said.
+        Reads the target's configuration and tokenizer, the run's checkpoints, `draft.init_from`, and of a feature store
+        what documents it holds. Raises `DraftsmithError` where `train` would, after everything has been said.
         """
-        recipe = self.recipe
+        recipe, source = self.recipe, None
+        if recipe.train.features == "store" and (recipe.features / MANIFEST_FILE).is_file():
+            source = StoreSource(Store.open(recipe.features))
         start = find_start(recipe.draft, self._info, recipe.training, resume=resume)
         for line in start.lines():
             self.say(f"train: {line}")
         for line in start.warnings():
             self.say(f"warning: {line}")
+        for line in forecast(start, self._info, source, recipe.train):
+            self.say(f"train: {line}")
         start.check(recipe.draft.model_dump(mode="json"), recipe.train.model_dump(mode="json"))
+        if start.latest is None:
+            self._check_mask_token(start.config)
+        if source is not None:
+            check_store(source.header, algorithm(recipe.draft.algorithm).capture(start.config))
 
     def export(self, out: Path | None = None, *, layout: str | None = None) -> None:
         """The chosen run checkpoint -> a draft directory, read again and compared. `layout` replaces the recipe's."""

@@ -22,8 +22,8 @@ from draftsmith.kernels.device import need_triton
 from draftsmith.parallel.ranks import process_count
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.info import TargetInfo
-from draftsmith.training.documents import check_fit, tell_masked
-from draftsmith.training.evaluation import Evaluation, split_documents
+from draftsmith.training.documents import tell_masked
+from draftsmith.training.evaluation import Evaluation
 from draftsmith.training.forward import DraftLoss
 from draftsmith.training.loading import TrainingBatches
 from draftsmith.training.micro_batch import BatchMaker
@@ -31,6 +31,7 @@ from draftsmith.training.options import TrackOptions, TrainOptions, check_replay
 from draftsmith.training.plan import StepPlan, check_rows_per_step
 from draftsmith.training.source import FeatureSource, SourceCorpus
 from draftsmith.training.start import Start, find_start
+from draftsmith.training.steps import plan_steps
 from draftsmith.training.tracking import wanted_trackers
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ def prepare(
     layout = method.capture(start.config)
     origin = (None, None) if provenance is None else (provenance.target, provenance.tokenizer)
     check_store(source.header, layout, *origin)
-    check_fit(source, options.tokens_per_row)
+    steps = plan_steps(source, options)
+    _check_length(start, steps.total)
     tell_masked(source, start.config)
     source = source.carrying(tuple(layout.widths))
 
@@ -98,10 +100,6 @@ def prepare(
     check_rows_per_step(options.rows_per_step, options.rows_per_forward, ranks)
     autocast = torch.bfloat16 if _resolved_precision(options, device) == "bf16" else None
 
-    training, held_out = _split(source, options)
-    plan = _plan(source, training, options)
-    total_steps = options.max_steps or sum(plan.steps_in(epoch) for epoch in range(options.epochs))
-    _check_length(start, total_steps)
     maker = method.examples(start.config, section)
     made = BatchMaker(source, maker, options.tokens_per_row, options.num_anchors, options.seed)
     workers = options.workers(device)
@@ -111,11 +109,13 @@ def prepare(
         source=source,
         accelerator=accelerator,
         device=device,
-        plan=plan,
-        total_steps=total_steps,
-        batches=TrainingBatches(plan, made, training, rank=rank, num_ranks=ranks, workers=workers, device=device),
-        evaluation=_evaluation(made, held_out, options, rank, ranks) if held_out else None,
-        loss=_draft_loss(start, target, SourceCorpus(source, training), options, device, autocast),
+        plan=steps.plan,
+        total_steps=steps.total,
+        batches=TrainingBatches(
+            steps.plan, made, steps.documents, rank=rank, num_ranks=ranks, workers=workers, device=device
+        ),
+        evaluation=_evaluation(made, steps.held_out, options, rank, ranks) if steps.held_out else None,
+        loss=_draft_loss(start, target, SourceCorpus(source, steps.documents), options, device, autocast),
     )
 
 
@@ -143,28 +143,6 @@ def _find_start(
         for name, before, now in differences(start.record.options, asked):
             _log.info("train.%s was %s, is %s from here on", name, before, now)
     return start
-
-
-def _split(source: FeatureSource, options: TrainOptions) -> tuple[list[int], list[int]]:
-    """The numbers of the documents to train on and of those held out."""
-    training, held_out = split_documents(source.sample_ids, options.eval_share)
-    if not any(source.supervised[i] for i in training):
-        raise DraftsmithError(
-            f"{source.place}: no supervised token in {len(training)} training documents, so there is nothing "
-            "to learn; look at the loss masks (`draftsmith inspect`)"
-        )
-    return training, held_out
-
-
-def _plan(source: FeatureSource, documents: list[int], options: TrainOptions) -> StepPlan:
-    return StepPlan(
-        [source.lengths[i] for i in documents],
-        [source.sample_ids[i] for i in documents],
-        tokens_per_row=options.tokens_per_row,
-        rows_per_step=options.rows_per_step,
-        rows_per_forward=options.rows_per_forward,
-        seed=options.seed,
-    )
 
 
 def _evaluation(made: BatchMaker, held_out: list[int], options: TrainOptions, rank: int, num_ranks: int) -> Evaluation:

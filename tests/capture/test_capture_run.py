@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from draftsmith.base.readable import readable_bytes, readable_duration
 from draftsmith.capture import plan
 from draftsmith.capture.options import CaptureOptions
 from draftsmith.capture.pipeline import REHEARSED
-from draftsmith.capture.plan import estimate_size, plan_batches, readable_bytes, readable_duration
+from draftsmith.capture.plan import estimate_size, plan_batches
 from draftsmith.capture.refusals import Reason, shown_ids
 from draftsmith.data.sample import Sample
 from draftsmith.errors import DraftsmithError
