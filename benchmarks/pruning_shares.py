@@ -20,7 +20,7 @@ from torch import Tensor
 from draftsmith import Draft, Target, generate
 from draftsmith.algorithms.search import BlockSearch
 from draftsmith.decoding.options import EngineOptions
-from draftsmith.kernels.rollout.low_rank_pruning import leaders_reference
+from draftsmith.kernels.rollout.low_rank_pruning import leaders
 from draftsmith.kernels.rollout.row_bounds import row_bounds, share_beside, upper_bounds
 from draftsmith.kernels.vocabulary.keys import key_ids
 
@@ -66,8 +66,8 @@ class Shares:
         wide, b, u = self.parts["wide"], base.float(), latent.float()
         change = u @ wide.T
         scores = b + change
-        leaders = leaders_reference(base)
-        lower = scores.gather(-1, leaders.firsts.long()).amax(-1, keepdim=True)
+        firsts = leaders(base).firsts
+        lower = scores.gather(-1, firsts.long()).amax(-1, keepdim=True)
         length = u.norm(dim=-1, keepdim=True)
         bounds = upper_bounds(base, self.parts["bounds"], latent)
         left = {"bounds": bounds >= lower, "bounds, were the best known": bounds >= scores.amax(-1, keepdim=True)}

@@ -34,7 +34,7 @@ from draftsmith.features.schema import TAPS
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.target import Target
 from draftsmith.training.forward import DraftLoss, share_done
-from draftsmith.training.graphs import StepGraphs
+from draftsmith.training.graphs import BatchGraphs
 from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
@@ -124,7 +124,7 @@ class Curves:
         loss.train()
         parallel = Parallel(loss, "ddp", Accelerator(mixed_precision="no", cpu=self.device.type == "cpu"))
         updater = Updater(loss, parallel, self.options)
-        graphs = StepGraphs(parallel.forward, list(loss.parameters())) if "graphs" in options else None
+        graphs = BatchGraphs(parallel.forward, list(loss.parameters())) if "graphs" in options else None
         found = []
         for step, batch in enumerate(self.batches[:until]):
             updater.clear()

@@ -44,7 +44,7 @@ from draftsmith.features.record import Record
 from draftsmith.features.schema import FINAL_STATE, TAPS
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.training.forward import DraftLoss, share_done
-from draftsmith.training.graphs import StepGraphs
+from draftsmith.training.graphs import BatchGraphs
 from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
@@ -162,7 +162,7 @@ def our_step(shape: Shape, name: str, options: Sequence[str]) -> tuple[Callable[
     parallel = Parallel(loss, "ddp", Accelerator(mixed_precision="no"))
     updater = Updater(loss, parallel, TrainOptions())
 
-    graphs = StepGraphs(parallel.forward, list(loss.parameters())) if "graphs" in options else None
+    graphs = BatchGraphs(parallel.forward, list(loss.parameters())) if "graphs" in options else None
     half = share_done(1, 2, torch.device("cuda"))
 
     def step(batch: MicroBatch) -> None:

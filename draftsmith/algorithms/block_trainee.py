@@ -19,6 +19,7 @@ from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.draft import Draft, HeadT
 from draftsmith.features.batch import PackedBatch
 from draftsmith.features.schema import FINAL_STATE, TAPS
+from draftsmith.kernels.device import shared_memory
 from draftsmith.targets.ends import TargetEnds
 
 _log = logging.getLogger(__name__)
@@ -178,8 +179,6 @@ def training_backend(config: DraftConfig, how: Computation) -> AttentionBackend:
         return attention
     attention = AttentionBackend.DENSE
     if how.device.type == "cuda":
-        from draftsmith.kernels.device import shared_memory
-
         memory = shared_memory(how.device)
         taken = takes(config.head_dim, how.autocast or torch.float32, group, block_size, memory)
         attention = AttentionBackend.ANCHORED if taken else AttentionBackend.FLEX

@@ -2,10 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 
+from draftsmith.base.graphs import GraphPool
 from draftsmith.errors import DraftsmithError
 
 
@@ -27,8 +27,7 @@ class StepGraphs:
         self._max_graphs = max_graphs
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._warm: OrderedDict[Hashable, None] = OrderedDict()
-        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device) if beside is None else beside._stream
+        self._pool: GraphPool = GraphPool(device) if beside is None else beside._pool
         self.prepared = 0
         """Grows with every capture, and with every step that is warmed up while there is room for its key and graph:
         without, eager steps are what is to be expected."""
@@ -40,37 +39,28 @@ class StepGraphs:
         """One step, on the current stream as far as the caller can tell."""
         graph = self._graphs.get(key)
         if graph is None and key not in self._warm:
-            self._warm_up(key)
-            self._beside(step)
+            self._note(key)
+            self._pool.warm_up(step)
             return
         if graph is None:
             graph = self._capture(key, step)
         self._graphs.move_to_end(key)
         graph.replay()
 
-    def _warm_up(self, key: Hashable) -> None:
+    def _note(self, key: Hashable) -> None:
         if len(self._warm) >= self._max_graphs:
             self._warm.popitem(last=False)
         elif len(self._graphs) < self._max_graphs:
             self.prepared += 1
         self._warm[key] = None
 
-    def _beside(self, step: Callable[[], None]) -> None:
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            step()
-        here.wait_stream(self._stream)
-
     def _capture(self, key: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if len(self._graphs) >= self._max_graphs:
             torch.cuda.synchronize(self._device)  # the graph may still be running
             _, oldest = self._graphs.popitem(last=False)
             oldest.reset()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                step()
+            graph, _ = self._pool.capture(step)
         except RuntimeError as error:
             raise DraftsmithError(
                 f"a decoding step cannot be captured in a CUDA graph: {error}; set graphs to off to decode eagerly"

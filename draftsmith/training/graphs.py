@@ -5,11 +5,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from draftsmith.base.graphs import GraphPool
 from draftsmith.training.micro_batch import MicroBatch
 
 Outcome = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
@@ -28,7 +30,7 @@ class _Captured:
     outcome: Outcome
 
 
-class StepGraphs:
+class BatchGraphs:
     """Runs micro-batches forward and backward; from the second of a shape on by replaying a graph.
 
     forward: a module of one process, in which nothing waits for the device and nothing depends on the host's numbers
@@ -41,10 +43,7 @@ class StepGraphs:
         self._forward = forward
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        # A gradient is added up on the stream on which its parameter was first used, as long as anything keeps that use
-        # (a GRU's list of its weights does). On the default stream that would be forbidden in a capture.
-        self._stream = torch.cuda.Stream()
+        self._pool = GraphPool()
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._told = False
@@ -56,13 +55,14 @@ class StepGraphs:
         key = (batch.examples.counts, *(tensor.shape for tensor in inputs))
         self._seen[key] += 1
         if key not in self._captured:
-            # What a shape needs for the first time (compiled code, kernels) must exist before a capture.
             full = len(self._captured) >= MOST_GRAPHS
             if full and not self._told:
                 _log.warning("train.graphs: %d shapes have graphs; batches of others run eagerly", MOST_GRAPHS)
                 self._told = True
             if full or self._seen[key] == 1:
-                return self._beside(batch, progress)
+                # A gradient is added up on the stream on which its parameter was first used, as long as anything keeps
+                # that use (a GRU's list of its weights does). On the default stream a capture would forbid that.
+                return self._pool.warm_up(partial(self._eagerly, batch, progress))
             self._captured[key] = self._capture(batch, progress)
         captured = self._captured[key]
         torch._foreach_copy_(captured.inputs, inputs, non_blocking=True)
@@ -70,15 +70,6 @@ class StepGraphs:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return captured.outcome
-
-    def _beside(self, batch: MicroBatch, progress: Tensor) -> Outcome:
-        """Eagerly, on the stream of the captures."""
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            outcome = self._eagerly(batch, progress)
-        here.wait_stream(self._stream)
-        return outcome
 
     def _eagerly(self, batch: MicroBatch, progress: Tensor) -> Outcome:
         numerator, denominator, metrics = self._forward(batch, progress)
@@ -90,9 +81,9 @@ class StepGraphs:
         inputs = [*static.tensors().values(), share]
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        graph = torch.cuda.CUDAGraph()
-        # Other threads copy batches to the device meanwhile; what they do is none of the graph's business.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            torch._foreach_zero_(self._gradients)
-            outcome = self._eagerly(static, share)
+        graph, outcome = self._pool.capture(partial(self._from_zero, static, share))
         return _Captured(graph, inputs, outcome)
+
+    def _from_zero(self, batch: MicroBatch, progress: Tensor) -> Outcome:
+        torch._foreach_zero_(self._gradients)
+        return self._eagerly(batch, progress)

@@ -9,7 +9,7 @@ from draftsmith.training.checkpoint import Checkpoint, Position, RunCheckpoints
 from draftsmith.training.clock import Window
 from draftsmith.training.evaluation import score
 from draftsmith.training.forward import share_done
-from draftsmith.training.graphs import StepGraphs
+from draftsmith.training.graphs import BatchGraphs
 from draftsmith.training.guards import (
     MicroBatchRecord,
     NonFiniteError,
@@ -51,7 +51,7 @@ class Loop:
         self.accelerator, self.device = training.accelerator, training.device
         self.parallel = Parallel(self.loss, self.options.parallel, self.accelerator)
         self.updater = Updater(self.loss, self.parallel, self.options)
-        self.graphs = StepGraphs(self.parallel.forward, list(self.loss.parameters())) if self.options.graphs else None
+        self.graphs = BatchGraphs(self.parallel.forward, list(self.loss.parameters())) if self.options.graphs else None
         self.checkpoints, self.log, self.hooks = checkpoints, log, hooks
         window = Window(self.device, peak_flops(self.device, log.options.peak_tflops))
         self.state = RunState(self.loss.draft, self.updater, self.parallel, window)

@@ -12,7 +12,7 @@ from draftsmith.algorithms.registry import algorithm
 from draftsmith.algorithms.trainee import Computation
 from draftsmith.drafts.draft import Draft
 from draftsmith.training.forward import DraftLoss, share_done
-from draftsmith.training.graphs import StepGraphs
+from draftsmith.training.graphs import BatchGraphs
 from draftsmith.training.options import TrainOptions
 from draftsmith.training.parallel import Parallel
 from draftsmith.training.plan import Forward
@@ -112,7 +112,7 @@ def test_one_graph_serves_every_place_in_the_run(target, store, tmp_path):
     trainee = method.trainee(draft, copy.deepcopy(target.ends).to("cuda"), chosen, how)
     loss = DraftLoss(draft, trainee, autocast=None).train()
     parameters = list(loss.parameters())
-    graphs = StepGraphs(loss, parameters)
+    graphs = BatchGraphs(loss, parameters)
     norms = []
     for number in (0, 3, 6, 9):  # the second is captured
         progress = share_done(number, 10, torch.device("cuda"))

@@ -22,7 +22,7 @@ from draftsmith.features.schema import FINAL_STATE, TAPS
 from draftsmith.run.recipe import parse_recipe
 from draftsmith.targets.target import Target
 from draftsmith.training.forward import DraftLoss, share_done
-from draftsmith.training.graphs import Outcome, StepGraphs
+from draftsmith.training.graphs import BatchGraphs, Outcome
 from draftsmith.training.micro_batch import MicroBatch
 from draftsmith.training.options import TrainOptions, check_replayable
 from draftsmith.training.plan import Forward
@@ -155,7 +155,7 @@ def test_replays_follow_the_batch_and_the_place_in_the_run(tmp_path, monkeypatch
     steps = StepByStep(counting_store(tmp_path, target, documents=6, final_state=True), target, name)
     wanted = steps.results(steps.eagerly)
     made = graphs_on_the_cpu(monkeypatch)
-    found = steps.results(StepGraphs(steps.loss, steps.parameters).run)
+    found = steps.results(BatchGraphs(steps.loss, steps.parameters).run)
     assert len(made) == 1
     for step, (one, other) in enumerate(zip(wanted, found, strict=True)):
         for a, b in zip(one, other, strict=True):
@@ -172,7 +172,7 @@ def test_a_share_that_the_host_froze_is_seen(tmp_path, monkeypatch):
     def frozen(batch: MicroBatch, progress: Tensor) -> Outcome:
         return steps.loss(batch, torch.full((), progress.item(), dtype=torch.float64))
 
-    found = steps.results(StepGraphs(frozen, steps.parameters).run)
+    found = steps.results(BatchGraphs(frozen, steps.parameters).run)
     # The gradient of the correction's output matrix, the last, grows as lambda falls: by 0.2 from step to step.
     norms = [(float(one[-1].norm()), float(other[-1].norm())) for one, other in zip(wanted, found, strict=True)]
     assert norms[1][1] == pytest.approx(norms[1][0], rel=1e-4)

@@ -16,7 +16,7 @@ from draftsmith.features.record import Record
 from draftsmith.features.schema import TAPS
 from draftsmith.run.recipe import parse_recipe
 from draftsmith.training.forward import DraftLoss, share_done
-from draftsmith.training.graphs import StepGraphs
+from draftsmith.training.graphs import BatchGraphs
 from draftsmith.training.micro_batch import BatchMaker
 from draftsmith.training.plan import Forward
 from draftsmith.training.record import find_checkpoint, load_run
@@ -184,7 +184,7 @@ def test_replayed_steps_are_the_eager_ones(target, store, monkeypatch):
 
     wanted = gradients(eagerly)
     recordings = graphs_on_the_cpu(monkeypatch)
-    found = gradients(StepGraphs(loss, list(draft.parameters())).run)
+    found = gradients(BatchGraphs(loss, list(draft.parameters())).run)
     assert len(recordings) == 1
     for one, other in zip(wanted, found, strict=True):
         for a, b in zip(one, other, strict=True):
