@@ -15,10 +15,18 @@ from draftsmith.decoding.engine import Engine
 from draftsmith.decoding.options import EngineOptions
 from draftsmith.decoding.request import Generation, Request
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.runner import ContextCache
 from draftsmith.kernels.state.decoding_state import DecodingState
 from draftsmith.targets.target import Target
 from tests.decoding.test_slots import SAMPLINGS
 from tests.training.recording import OnlyStream, Recording
+
+
+def kept_by_drafter(state: Any) -> list[Tensor]:
+    """The storage of a draft's state: of a context's cache, or the tensors that the state is made of."""
+    if state is None:
+        return []
+    return [state.joint] if isinstance(state, ContextCache) else list(vars(state).values())
 
 
 class _Graph(Recording):
@@ -55,7 +63,7 @@ class Recorded:
         assert pool is not None
         kept = [getattr(pool.state, field.name) for field in fields(pool.state)]
         kept += [*pool.target_cache.tensors]
-        kept += [] if pool.draft is None else [pool.draft.joint]
+        kept += kept_by_drafter(pool.draft)
         before = [tensor.clone() for tensor in kept]
         with graph:
             yield

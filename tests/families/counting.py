@@ -103,13 +103,14 @@ def train_counting(
     section: dict[str, Any], *, steps: int = 200, lr: float = 2e-2, seed: int = 0, through_files: bool = True
 ) -> tuple[Target, Draft]:
     """Captures the language from the target, trains the draft that the recipe section describes (`algorithm` and the
-    method's own fields, over `SECTION`) until it is always right, and returns (target, draft).
+    method's own fields, over `SECTION`; None: not that field) until it is always right, and returns (target, draft).
 
     through_files: the draft is written and read again in the z-lab layout. Fails where training ends with an error rate
     above zero or a block that is not accepted as a whole.
     """
     target = counting_target()
-    draft_section = parse_recipe({"run": "run", "target": {"path": "counting"}, "draft": {**SECTION, **section}}).draft
+    fields = {name: value for name, value in {**SECTION, **section}.items() if value is not None}
+    draft_section = parse_recipe({"run": "run", "target": {"path": "counting"}, "draft": fields}).draft
     method = algorithm(draft_section.algorithm)
     source = draft_section.init_from
     config = draft_config(draft_section, target.info, None if source is None else read_warm_start(source).config)
@@ -150,7 +151,7 @@ def train_counting(
         assert evaluation is not None
         accuracy = evaluation["accuracy"]
         assert isinstance(accuracy, list)
-        assert len(accuracy) == method.block_layout(config).num_labels
+        assert len(accuracy) == method.num_proposals(config)
         assert {value for value in accuracy if value is not None} == {1.0}, (
             evaluation
         )  # None: label not to be predicted
@@ -162,11 +163,11 @@ def train_counting(
 
 
 def assert_commits_maximum(target: Target, draft: Draft, *, verifies: int = 3, **options: Any) -> list[Generation]:
-    """Greedy decoding of ragged prompts counts on without a mistake, and every verify commits all that the block has
-    room for (the layout's maximum, or `num_proposals` + 1). `options` are further `EngineOptions`."""
-    layout = algorithm_for(draft.config).block_layout(draft.config)
-    width = layout.verify_width(options.get("num_proposals") or layout.max_proposals)
+    """Greedy decoding of ragged prompts counts on without a mistake, and every verify commits all that it can: the
+    method's proposals, or `num_proposals`, and one more. `options` are further `EngineOptions`."""
+    width = 1 + (options.get("num_proposals") or algorithm_for(draft.config).num_proposals(draft.config))
     engine = Engine(target, draft, EngineOptions(**options))
+    assert engine.width == width
     request = Request.of(PROMPTS, max_new_tokens=1 + verifies * width, sampling=SamplingOptions(), seed=0)
     results = engine.decode(request)
     for prompt, result in zip(PROMPTS, results, strict=True):
