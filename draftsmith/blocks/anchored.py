@@ -8,9 +8,15 @@ from torch import Tensor
 
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.visibility import block_visibility
-from draftsmith.drafts.attention import AttentionKind, with_sinks
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind, with_sinks
 from draftsmith.errors import DraftsmithError
-from draftsmith.kernels.attention.anchored_attention import AnchoredTiling, Runs, anchored_attention, anchored_tiling
+from draftsmith.kernels.attention.anchored_attention import (
+    AnchoredTiling,
+    Operands,
+    Runs,
+    anchored_attention,
+    anchored_tiling,
+)
 from draftsmith.kernels.attention.block_rows import rows_of_a_block
 from draftsmith.kernels.attention.visibility import Visibility
 
@@ -100,25 +106,15 @@ class AnchoredBlockAttention:
             self._runs[kind, keys] = runs(self._seen[kind], self._blocks, keys)
         return self._runs[kind, keys]
 
-    def __call__(
-        self,
-        q: Tensor,
-        context_k: Tensor,
-        context_v: Tensor,
-        block_k: Tensor,
-        block_v: Tensor,
-        *,
-        kind: AttentionKind,
-        scale: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Shapes as in `BlockAttention`; raises `DraftsmithError` for a kind without runs, and for heads or blocks that
-        it cannot do."""
-        group, block_size = q.shape[1] // context_k.shape[1], self._blocks.input_ids.shape[-1]
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Raises `DraftsmithError` for a kind without runs, and for heads or blocks that it cannot do."""
+        q, sinks = inputs.q, inputs.sinks
+        group, block_size = q.shape[1] // inputs.context_k.shape[1], self._blocks.input_ids.shape[-1]
         check_anchored(q.shape[-1], group, block_size)
         tiles = self._tiles or anchored_tiling(q.shape[-1], q.element_size(), rows_of_a_block(group, block_size))
-        runs = self.runs(kind, tiles.keys.columns)
-        mixed, lse = anchored_attention(q, context_k, context_v, block_k, block_v, runs, scale=scale, tiles=tiles)
+        runs = self.runs(inputs.kind, tiles.keys.columns)
+        operands = Operands(q, inputs.context_k, inputs.context_v, inputs.block_k, inputs.block_v)
+        mixed, lse = anchored_attention(operands, runs, scale=inputs.scale, tiles=tiles)
         if sinks is None:
             return mixed
         return with_sinks(mixed, math.log(2) * lse.transpose(2, 3).flatten(1, 2), sinks)

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from draftsmith.blocks.anchored import anchored_block_attention
 from draftsmith.blocks.blocks import Blocks
 from draftsmith.blocks.visibility import block_visibility
-from draftsmith.drafts.attention import AttentionKind, BlockAttention, DenseBlockAttention, with_sinks
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind, BlockAttention, DenseBlockAttention, with_sinks
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.attention.visibility import Visibility
 
@@ -92,26 +92,15 @@ class FlexBlockAttention:
         self.masks = masks
         self._attend: Any = _compiled_flex_attention() if compiled else flex_attention
 
-    def __call__(
-        self,
-        q: Tensor,
-        context_k: Tensor,
-        context_v: Tensor,
-        block_k: Tensor,
-        block_v: Tensor,
-        *,
-        kind: AttentionKind,
-        scale: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Shapes as in `BlockAttention`; raises `DraftsmithError` when there is no mask for `kind`."""
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Raises `DraftsmithError` when there is no mask for the inputs' kind."""
+        q, kind, sinks = inputs.q, inputs.kind, inputs.sinks
         if kind not in self.masks:
             raise DraftsmithError(f"no attention mask for layers of {kind}; masks were built for {list(self.masks)}")
-        keys = torch.cat((context_k, block_k), dim=2)
-        values = torch.cat((context_v, block_v), dim=2)
+        keys, values = inputs.joined()
         shared: dict[str, Any] = {
             "block_mask": self.masks[kind],
-            "scale": scale,
+            "scale": inputs.scale,
             "enable_gqa": q.shape[1] != keys.shape[1],
         }
         if sinks is None:

@@ -20,26 +20,37 @@ class AttentionKind:
     causal: bool
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a layer asks attention of block slots for: q [R, heads, N*B, d]; keys and values of the context [R,
+    kv_heads, S, d] and of the slots [R, kv_heads, N*B, d]; sinks [heads], logits of a per-head attention sink, or
+    None."""
+
+    q: Tensor
+    context_k: Tensor
+    context_v: Tensor
+    block_k: Tensor
+    block_v: Tensor
+    kind: AttentionKind
+    scale: float
+    sinks: Tensor | None
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the context and then of the slots [R, kv_heads, S+N*B, d]."""
+        return (
+            torch.cat((self.context_k, self.block_k), dim=2),
+            torch.cat((self.context_v, self.block_v), dim=2),
+        )
+
+
 class BlockAttention(Protocol):
-    """Attention of block slots over the context and their own block.
+    """Attention of block slots over the context and their own block: -> [R, heads, N*B, d].
 
     Built once per forward by whoever knows the geometry (training from document ids and anchors, the engine from
-    per-row lengths) and used by every layer. q [R, heads, N*B, d]; context_k/v [R, kv_heads, S, d]; block_k/v [R,
-    kv_heads, N*B, d]; sinks [heads] logits of a per-head attention sink, or None. Returns [R, heads, N*B, d].
+    per-row lengths) and used by every layer.
     """
 
-    def __call__(
-        self,
-        q: Tensor,
-        context_k: Tensor,
-        context_v: Tensor,
-        block_k: Tensor,
-        block_v: Tensor,
-        *,
-        kind: AttentionKind,
-        scale: float,
-        sinks: Tensor | None,
-    ) -> Tensor: ...
+    def __call__(self, inputs: AttentionInputs) -> Tensor: ...
 
 
 class DenseBlockAttention:
@@ -53,23 +64,12 @@ class DenseBlockAttention:
     def __init__(self, masks: dict[AttentionKind, Tensor]) -> None:
         self.masks = masks
 
-    def __call__(
-        self,
-        q: Tensor,
-        context_k: Tensor,
-        context_v: Tensor,
-        block_k: Tensor,
-        block_v: Tensor,
-        *,
-        kind: AttentionKind,
-        scale: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Shapes as in `BlockAttention`; raises `DraftsmithError` when there is no mask for `kind`."""
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Raises `DraftsmithError` when there is no mask for the inputs' kind."""
+        q, kind, scale, sinks = inputs.q, inputs.kind, inputs.scale, inputs.sinks
         if kind not in self.masks:
             raise DraftsmithError(f"no attention mask for layers of {kind}; masks were built for {list(self.masks)}")
-        keys = torch.cat((context_k, block_k), dim=2)
-        values = torch.cat((context_v, block_v), dim=2)
+        keys, values = inputs.joined()
         rows, heads, queries, head_dim = q.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafts.attention import AttentionKind, BlockAttention
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind, BlockAttention
 from draftsmith.drafts.network import Network, NetworkSizes
 from draftsmith.drafts.rope import Rope, rotate
 from draftsmith.drafts.wrapper import SublayerWrapper
@@ -141,13 +141,15 @@ class Layer(nn.Module):
         queries, keys, values, state = before(self, hidden, cosine, sine)
         attention = self.self_attn
         mixed = attend(
-            queries.transpose(1, 2),
-            *context,
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            kind=attention.kind,
-            scale=attention.scale,
-            sinks=attention.attention_sink_bias,
+            AttentionInputs(
+                queries.transpose(1, 2),
+                *context,
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
+                kind=attention.kind,
+                scale=attention.scale,
+                sinks=attention.attention_sink_bias,
+            )
         )
         if self.fused:
             _of_any_size(2, mixed)

@@ -10,7 +10,7 @@ from draftsmith.blocks.anchored import takes as takes_on
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import dense_attention
 from draftsmith.blocks.visibility import block_visibility
-from draftsmith.drafts.attention import AttentionKind
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind
 from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.attention.anchored_attention import AnchoredTiling
 from draftsmith.kernels.tiling import Tiling
@@ -46,19 +46,19 @@ def test_the_kernels_equal_dense_attention():
         ):
             leaves = [tensor.clone().requires_grad_() for tensor in tensors]
             sink = None if sinks is None else sinks.clone().requires_grad_()
-            out = attend(*leaves, kind=kind, scale=0.3, sinks=sink)
+            out = attend(AttentionInputs(*leaves, kind=kind, scale=0.3, sinks=sink))
             out.backward(grad)
             results.append([out, *(leaf.grad for leaf in leaves), *([] if sink is None else [sink.grad])])
         for wanted, found in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     # What no slot may see changes nothing, what one sees does.
     attend = anchored_block_attention(blocks, batch.document, [kind], SMALL)
-    before = attend(*tensors, kind=kind, scale=0.3, sinks=None)
+    before = attend(AttentionInputs(*tensors, kind=kind, scale=0.3, sinks=None))
     anchor = int(blocks.anchors[0].max())
     for index, changes in ((anchor, False), (anchor - 1, True)):
         values = tensors[2].clone()
         values[0, :, index] += 1.0
-        after = attend(*tensors[:2], values, *tensors[3:], kind=kind, scale=0.3, sinks=None)
+        after = attend(AttentionInputs(*tensors[:2], values, *tensors[3:], kind=kind, scale=0.3, sinks=None))
         assert torch.equal(before, after) != changes, index
 
 
@@ -107,10 +107,10 @@ def test_what_they_do_not_take_is_refused():
     attend = anchored_block_attention(blocks, batch.document, [kind])
     q = torch.zeros(1, 1, 15, 24)
     with pytest.raises(DraftsmithError, match=r"these have 24; use 'flex' \(train.attention=flex\)"):
-        attend(q, q, q, q, q, kind=kind, scale=1.0, sinks=None)
+        attend(AttentionInputs(q, q, q, q, q, kind=kind, scale=1.0, sinks=None))
     q = torch.zeros(1, 17, 15, 16)
     with pytest.raises(DraftsmithError, match="5 slots x 17 heads, each rounded up to a power of two, make 256"):
-        attend(q, q[:, :1], q[:, :1], q[:, :1], q[:, :1], kind=kind, scale=1.0, sinks=None)
+        attend(AttentionInputs(q, q[:, :1], q[:, :1], q[:, :1], q[:, :1], kind=kind, scale=1.0, sinks=None))
     q = torch.zeros(1, 1, 15, 16)
     with pytest.raises(DraftsmithError, match="no attention runs for layers of"):
-        attend(q, q, q, q, q, kind=AttentionKind(3, False), scale=1.0, sinks=None)
+        attend(AttentionInputs(q, q, q, q, q, kind=AttentionKind(3, False), scale=1.0, sinks=None))

@@ -13,7 +13,7 @@ from draftsmith.blocks.masks import (
     training_attention,
 )
 from draftsmith.blocks.visibility import block_visibility
-from draftsmith.drafts.attention import AttentionKind
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind
 from draftsmith.errors import DraftsmithError
 from tests.blocks.packed import Batch, Document, anchors_of, blocks_of, owner, pack, ragged_batch, random_document
 
@@ -68,8 +68,8 @@ def test_flex_equals_dense(kind: AttentionKind, sinks: Tensor | None) -> None:
     kinds = [kind, AttentionKind(None, False)]
     flex = flex_block_attention(blocks, batch.document, kinds, compiled=False)
     dense = dense_attention(blocks, batch.document, kinds)
-    found = flex(*tensors, kind=kind, scale=0.3, sinks=sinks)
-    wanted = dense(*tensors, kind=kind, scale=0.3, sinks=sinks)
+    found = flex(AttentionInputs(*tensors, kind=kind, scale=0.3, sinks=sinks))
+    wanted = dense(AttentionInputs(*tensors, kind=kind, scale=0.3, sinks=sinks))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_only_what_a_block_may_see_changes_it(window: int | None) -> None:
     kind = AttentionKind(window, False)
     attend = dense_attention(blocks, batch.document, [kind])
     tensors = inputs(batch, anchors.index.shape[1])
-    before = attend(*tensors, kind=kind, scale=0.3, sinks=None)
+    before = attend(AttentionInputs(*tensors, kind=kind, scale=0.3, sinks=None))
     row = 0
     block, anchor = max(enumerate(anchors.index[row].tolist()), key=lambda item: item[1])
     place = owner(batch, row, anchor)
@@ -120,13 +120,15 @@ def test_only_what_a_block_may_see_changes_it(window: int | None) -> None:
     for index, changes in ((anchor, False), (anchor + 1, False), (anchor - 1, True), (anchor - place[1] - 1, False)):
         context_v = tensors[2].clone()
         context_v[row, :, index] += 1.0
-        after = attend(tensors[0], tensors[1], context_v, *tensors[3:], kind=kind, scale=0.3, sinks=None)
+        after = attend(
+            AttentionInputs(tensors[0], tensors[1], context_v, *tensors[3:], kind=kind, scale=0.3, sinks=None)
+        )
         assert torch.equal(before[row, :, own], after[row, :, own]) != changes
 
     block_v = tensors[4].clone()
     block_v[row, :, : own.start] += 1.0
     block_v[row, :, own.stop :] += 1.0
-    after = attend(*tensors[:4], block_v, kind=kind, scale=0.3, sinks=None)
+    after = attend(AttentionInputs(*tensors[:4], block_v, kind=kind, scale=0.3, sinks=None))
     assert torch.equal(before[row, :, own], after[row, :, own])
 
 
@@ -136,7 +138,11 @@ def test_blocks_that_only_fill_the_shape_stay_finite() -> None:
     assert not blocks.valid.all()
     for kind in KINDS:
         attend = dense_attention(blocks, batch.document, [kind])
-        assert attend(*inputs(batch, blocks.anchors.shape[1]), kind=kind, scale=1.0, sinks=None).isfinite().all()
+        assert (
+            attend(AttentionInputs(*inputs(batch, blocks.anchors.shape[1]), kind=kind, scale=1.0, sinks=None))
+            .isfinite()
+            .all()
+        )
 
 
 def test_the_backend_is_chosen_and_never_guessed() -> None:
@@ -149,4 +155,8 @@ def test_the_backend_is_chosen_and_never_guessed() -> None:
     flex = flex_block_attention(blocks, batch.document, [kind], compiled=False)
     for attend in (dense, flex):
         with pytest.raises(DraftsmithError, match="no attention mask for layers of"):
-            attend(*inputs(batch, blocks.anchors.shape[1]), kind=AttentionKind(3, True), scale=1.0, sinks=None)
+            attend(
+                AttentionInputs(
+                    *inputs(batch, blocks.anchors.shape[1]), kind=AttentionKind(3, True), scale=1.0, sinks=None
+                )
+            )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.drafts.attention import AttentionKind, DenseBlockAttention
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind, DenseBlockAttention
 from draftsmith.errors import DraftsmithError
 
 KIND = AttentionKind(window=None, causal=False)
@@ -59,7 +59,9 @@ def test_equals_a_softmax_written_out(
 ) -> None:
     c = case(rows, heads, kv_heads, context, slots, d, seed=rows * 100 + heads)
     mask, sinks = c.pop("mask"), c.pop("sinks")
-    got = DenseBlockAttention({KIND: mask})(**c, kind=KIND, scale=0.3, sinks=sinks if with_sinks else None)
+    got = DenseBlockAttention({KIND: mask})(
+        AttentionInputs(**c, kind=KIND, scale=0.3, sinks=sinks if with_sinks else None)
+    )
     keys = torch.cat((c["context_k"], c["block_k"]), 2)
     values = torch.cat((c["context_v"], c["block_v"]), 2)
     wanted = softmax_loop(c["q"], keys, values, mask, 0.3, sinks if with_sinks else None)
@@ -75,11 +77,11 @@ def test_what_is_hidden_has_no_influence_and_what_is_visible_has(with_sinks: boo
     mask[:, :, 1, 5 + 1] = True
     mask[:, :, 0, 2] = True
     attend = DenseBlockAttention({KIND: mask})
-    before = attend(**c, kind=KIND, scale=0.5, sinks=sinks)
+    before = attend(AttentionInputs(**c, kind=KIND, scale=0.5, sinks=sinks))
     changed = dict(c, context_k=c["context_k"].clone(), context_v=c["context_v"].clone())
     changed["context_k"][:, :, 2] += 1.0
     changed["context_v"][:, :, 2] -= 1.0
-    after = attend(**changed, kind=KIND, scale=0.5, sinks=sinks)
+    after = attend(AttentionInputs(**changed, kind=KIND, scale=0.5, sinks=sinks))
     assert torch.equal(before[:, :, 1], after[:, :, 1])
     assert not torch.allclose(before[:, :, 0], after[:, :, 0])
 
@@ -88,8 +90,10 @@ def test_one_mask_may_serve_all_rows() -> None:
     c = case(3, 2, 2, 4, 3, 4, seed=2)
     mask = c.pop("mask")[:1]
     c.pop("sinks")
-    shared = DenseBlockAttention({KIND: mask})(**c, kind=KIND, scale=0.5, sinks=None)
-    spread = DenseBlockAttention({KIND: mask.expand(3, -1, -1, -1)})(**c, kind=KIND, scale=0.5, sinks=None)
+    shared = DenseBlockAttention({KIND: mask})(AttentionInputs(**c, kind=KIND, scale=0.5, sinks=None))
+    spread = DenseBlockAttention({KIND: mask.expand(3, -1, -1, -1)})(
+        AttentionInputs(**c, kind=KIND, scale=0.5, sinks=None)
+    )
     torch.testing.assert_close(shared, spread)
 
 
@@ -98,4 +102,4 @@ def test_a_pattern_without_a_mask_is_refused() -> None:
     mask = c.pop("mask")
     c.pop("sinks")
     with pytest.raises(DraftsmithError, match=r"no attention mask.*window=4"):
-        DenseBlockAttention({KIND: mask})(**c, kind=AttentionKind(4, True), scale=0.5, sinks=None)
+        DenseBlockAttention({KIND: mask})(AttentionInputs(**c, kind=AttentionKind(4, True), scale=0.5, sinks=None))

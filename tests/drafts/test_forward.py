@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafts import draft as draft_module
-from draftsmith.drafts.attention import AttentionKind, DenseBlockAttention
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind, DenseBlockAttention
 from draftsmith.drafts.draft import Draft
 from draftsmith.drafts.heads import HEADS, HeadConfig
 from draftsmith.drafts.heads.head import DraftSizes
@@ -178,9 +178,9 @@ def test_under_autocast_keys_and_queries_have_the_dtype_of_values() -> None:
     draft = tiny_draft(TARGET)
     seen: list[torch.dtype] = []
 
-    def attend(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, **rest: Any) -> Tensor:
-        seen.extend(t.dtype for t in (q, ck, cv, bk, bv))
-        return q
+    def attend(inputs: AttentionInputs) -> Tensor:
+        seen.extend(t.dtype for t in (inputs.q, inputs.context_k, inputs.context_v, inputs.block_k, inputs.block_v))
+        return inputs.q
 
     case = Case(draft)
     with torch.autocast("cpu", torch.bfloat16):

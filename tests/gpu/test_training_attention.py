@@ -6,7 +6,7 @@ import torch
 
 from draftsmith.blocks.layout import BlockKind, BlockLayout
 from draftsmith.blocks.masks import AttentionBackend, training_attention
-from draftsmith.drafts.attention import AttentionKind
+from draftsmith.drafts.attention import AttentionInputs, AttentionKind
 from tests.blocks.packed import anchors_of, blocks_of, pack, random_document
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,7 +38,7 @@ def test_every_way_equals_dense(dtype: torch.dtype, with_sinks: bool, block_size
             for kind in KINDS:
                 leaves = [t.clone().requires_grad_() for t in tensors]
                 sinks = torch.linspace(-2, 3, 8, device="cuda").requires_grad_() if with_sinks else None
-                out = attend(*leaves, kind=kind, scale=dim**-0.5, sinks=sinks)
+                out = attend(AttentionInputs(*leaves, kind=kind, scale=dim**-0.5, sinks=sinks))
                 assert out.dtype == dtype
                 out.backward(grad)
                 of_kind.append([out, *(leaf.grad for leaf in leaves), *([sinks.grad] if sinks is not None else [])])

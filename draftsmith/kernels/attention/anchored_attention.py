@@ -38,6 +38,17 @@ class Runs:
     keys: int
 
 
+class Operands(NamedTuple):
+    """Queries [R, heads, T, d], and keys and values of the context [R, kv_heads, S, d] and of the slots [R, kv_heads,
+    T, d]; d a power of two of at least 16."""
+
+    q: Tensor
+    context_k: Tensor
+    context_v: Tensor
+    block_k: Tensor
+    block_v: Tensor
+
+
 class AnchoredTiling(NamedTuple):
     """Rows (slots times query heads of a key head) and columns (keys) of a tile, warps and stages, of the kernels for
     the forward, for the gradient of queries and for the gradient of keys and values."""
@@ -117,10 +128,9 @@ def _rows_descriptor(tensor: Tensor, kv_heads: int, rows: int, padded: int) -> T
     )
 
 
-def attend(
-    q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, runs: Runs, scale: float, tiles: AnchoredTiling
-) -> tuple[Tensor, Tensor]:
+def attend(operands: Operands, runs: Runs, scale: float, tiles: AnchoredTiling) -> tuple[Tensor, Tensor]:
     """(mixed [R, heads, T, d], log2 of the softmax's denominator); see `anchored_attention`."""
+    q, ck, cv, bk, bv = operands
     rows, heads, slots, _ = q.shape
     kv_heads, context = ck.shape[1:3]
     shape = _shape(q, kv_heads, tiles.forward.rows, runs.block_size)
@@ -139,20 +149,16 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    bk: Tensor,
-    bv: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    gradients: tuple[Tensor, Tensor | None],
+    operands: Operands,
+    found: tuple[Tensor, Tensor],
     runs: Runs,
     scale: float,
     tiles: AnchoredTiling,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the five inputs, laid out as they are; lse_grad: that of `lse`."""
+    """Gradients of the operands, laid out as they are; found: what `attend` gave; gradients: of both of that, the
+    second's may be absent."""
+    (grad, lse_grad), (q, ck, cv, bk, bv), (out, lse) = gradients, operands, found
     rows, _, slots, _ = q.shape
     kv_heads, context = ck.shape[1:3]
     grad = _dense(grad)
@@ -197,9 +203,9 @@ class _AnchoredAttention(torch.autograd.Function):
         scale: float,
         tiles: AnchoredTiling,
     ) -> tuple[Tensor, Tensor]:
-        q, ck, cv, bk, bv = (_dense(tensor) for tensor in (q, ck, cv, bk, bv))
-        out, lse = attend(q, ck, cv, bk, bv, runs, scale, tiles)
-        ctx.save_for_backward(q, ck, cv, bk, bv, out, lse)
+        operands = Operands(*(_dense(tensor) for tensor in (q, ck, cv, bk, bv)))
+        out, lse = attend(operands, runs, scale, tiles)
+        ctx.save_for_backward(*operands, out, lse)
         ctx.settings = (runs, scale, tiles)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -207,27 +213,14 @@ class _AnchoredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad, lse_grad = gradients
-        q, ck, cv, bk, bv, out, lse = ctx.saved_tensors
+        *operands, out, lse = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
-        return *attend_backward(grad, lse_grad, q, ck, cv, bk, bv, out, lse, *ctx.settings), None, None, None
+        found = attend_backward((grad, lse_grad), Operands(*operands), (out, lse), *ctx.settings)
+        return *found, None, None, None
 
 
-def anchored_attention(
-    q: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
-    block_k: Tensor,
-    block_v: Tensor,
-    runs: Runs,
-    *,
-    scale: float,
-    tiles: AnchoredTiling,
-) -> tuple[Tensor, Tensor]:
+def anchored_attention(operands: Operands, runs: Runs, *, scale: float, tiles: AnchoredTiling) -> tuple[Tensor, Tensor]:
     """(mixed [R, heads, T, d], log2 of the softmax's denominator [R, kv_heads, T, heads a key head] float32),
-    differentiable both.
-
-    q [R, heads, T, d]; context_k/v [R, kv_heads, S, d]; block_k/v [R, kv_heads, T, d], d a power of two of at least 16;
-    scale > 0; runs: who sees what, for tiles of `tiles.keys.columns` keys.
-    """
-    return _AnchoredAttention.apply(q, context_k, context_v, block_k, block_v, runs, scale, tiles)
+    differentiable both; scale > 0; runs: who sees what, for tiles of `tiles.keys.columns` keys."""
+    return _AnchoredAttention.apply(*operands, runs, scale, tiles)
