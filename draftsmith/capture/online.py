@@ -105,10 +105,6 @@ class OnlineFeatures:
                 found[sample.id] = Record(sample.id, sample.input_ids, sample.loss_mask, features)
         return [found[sample.id] for sample in samples]
 
-    def documents_with(self, token: int) -> int:
-        """The number of documents that hold a token."""
-        return sum(bool((sample.input_ids == token).any()) for sample in self._samples)
-
     def close(self) -> None:
         """Write what the cache still holds in memory."""
         with self.busy:

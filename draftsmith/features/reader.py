@@ -104,16 +104,6 @@ class Store:
             raise DraftsmithError(f"{self.directory} has no sample {sample_id!r} among its {len(self)}")
         return self._position[sample_id]
 
-    def documents_with(self, token: int) -> int:
-        """The number of documents that hold a token. Reads the files of tokens, not the features."""
-        held = 0
-        for entry in self.manifest.shards:
-            tokens = ShardTokens.read(check_size(self.directory, entry.tokens_file))
-            ends = torch.tensor(tokens.lengths).cumsum(0)
-            places = (tokens.input_ids == token).nonzero().flatten()
-            held += torch.searchsorted(ends, places, right=True).unique().numel()
-        return held
-
     def _shard(self, number: int) -> "_Shard":
         if number in self._open:
             self._open.move_to_end(number)

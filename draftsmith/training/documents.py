@@ -27,7 +27,7 @@ def tell_masked(source: FeatureSource, config: DraftConfig) -> None:
     if config.block is None or not is_first():
         return
     token = config.block.mask_token_id
-    held = source.documents_with(token)
+    held = sum(bool((input_ids == token).any()) for input_ids, _ in source.texts(range(len(source.sample_ids))))
     if held:
         _log.warning(
             "the mask token %d occurs in %s of the %s documents of %s: there the draft cannot tell a word from an "

@@ -31,10 +31,6 @@ class FeatureSource(Protocol):
         """The records of the documents with these numbers; features may be on any device."""
         ...
 
-    def documents_with(self, token: int) -> int:
-        """The number of documents that hold a token."""
-        ...
-
     def texts(self, documents: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Of the documents with these numbers, without their features: input_ids [S] int64 and loss_mask [S] bool."""
         ...
@@ -61,9 +57,6 @@ class StoreSource:
 
     def records(self, documents: Sequence[int]) -> list[Record]:
         return [self.store[document] for document in documents]
-
-    def documents_with(self, token: int) -> int:
-        return self.store.documents_with(token)
 
     def texts(self, documents: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         without_features = self.store.carrying(())
