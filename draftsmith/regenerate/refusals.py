@@ -22,6 +22,11 @@ class PromptRefused(Exception):
         self.reason = reason
 
 
+def refused_file(answers: Path) -> Path:
+    """Where the prompts without an answer are noted, beside the answers."""
+    return answers.with_name(f"{answers.stem}.refused{answers.suffix}")
+
+
 class RefusedPrompts:
     """The prompts refused in this run, in a file beside the answers at `answers`: lines {id, reason}.
 
@@ -29,7 +34,7 @@ class RefusedPrompts:
     """
 
     def __init__(self, answers: Path, total: int, max_share: float) -> None:
-        self.path = answers.with_name(f"{answers.stem}.refused{answers.suffix}")
+        self.path = refused_file(answers)
         self.total = total
         self.max_share = max_share
         self.reasons: dict[str, str] = {}

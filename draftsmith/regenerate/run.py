@@ -7,6 +7,7 @@ from typing import Any
 
 from draftsmith.base.progress import Progress, SilentProgress
 from draftsmith.data.chat import template_fingerprint, with_system_prompt
+from draftsmith.data.jsonl import read_records
 from draftsmith.data.options import DataOptions
 from draftsmith.data.prompts import Prompt
 from draftsmith.decoding.options import EngineOptions
@@ -17,7 +18,7 @@ from draftsmith.regenerate.endpoint import ChatEndpoint, in_parallel, sampling_f
 from draftsmith.regenerate.local import answer_locally, fitting
 from draftsmith.regenerate.options import EndpointOptions, RegenerateOptions
 from draftsmith.regenerate.outcome import Outcome
-from draftsmith.regenerate.refusals import PromptRefused, RefusedPrompts
+from draftsmith.regenerate.refusals import PromptRefused, RefusedPrompts, refused_file
 from draftsmith.targets.target import Target
 
 
@@ -126,6 +127,18 @@ def check_answers(out: str | Path, options: RegenerateOptions) -> None:
     """Raise `DraftsmithError` where `regenerate` could not go on with the answers in `out`, as far as that can be known
     without the target."""
     AnswerFile(Path(out)).check(_asked(options))
+
+
+def unanswered(out: str | Path, prompts: Sequence[Prompt]) -> list[str]:
+    """The ids of prompts that have neither an answer in `out` nor a note beside it that they were refused.
+
+    Raises `DraftsmithError` where a line of either file is not JSON.
+    """
+    noted: set[str] = set()
+    for path in (Path(out), refused_file(Path(out))):
+        if path.is_file():
+            noted |= {record["id"] for _, record in read_records(path) if isinstance(record, dict) and "id" in record}
+    return [prompt.id for prompt in prompts if prompt.id not in noted]
 
 
 def _asked(options: RegenerateOptions) -> dict[str, Any]:

@@ -36,8 +36,10 @@ class Stamps:
         *,
         redo: bool = False,
         keep_changed: bool = False,
+        whole: Callable[[], bool] | None = None,
     ) -> bool:
-        """Runs `work` unless the stage is finished with these settings and all its `outputs` are there.
+        """Runs `work` unless the stage is finished with these settings and all its `outputs` are there, and `whole`
+        (where it is given) says that nothing is missing in them.
 
         A stage that was interrupted under the same settings is continued: its outputs are left for `work` to pick up.
         With changed settings, and neither `redo` here nor in the constructor, `DraftsmithError` names them;
@@ -53,7 +55,8 @@ class Stamps:
                     raise DraftsmithError(self._changed(stage, stamp["settings"], settings))
                 self.forget(stage, outputs)
             stamp = None
-        if stamp is not None and stamp["finished"] and all(path.exists() for path in outputs):
+        there = stamp is not None and stamp["finished"] and all(path.exists() for path in outputs)
+        if there and (whole is None or whole()):
             return False
         self._write(stage, settings, finished=False)
         finished = work()

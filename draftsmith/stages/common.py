@@ -125,12 +125,13 @@ class Stages:
         *,
         fresh: bool,
         parts: Sequence[Path] = (),
+        whole: Callable[[], bool] | None = None,
         **options: bool,
     ) -> None:
-        """Run a stage unless it is done. parts: files in `output` without which it is not."""
+        """Run a stage unless it is done. parts: files in `output` without which it is not; whole: as for `Stamps`."""
         if fresh:
             self.stamps.forget(stage, [output])
-        if not self.stamps.perform(stage, settings, [output, *parts], work, **options):
+        if not self.stamps.perform(stage, settings, [output, *parts], work, whole=whole, **options):
             self.say(f"{stage}: done already with these settings ({output})")
 
 

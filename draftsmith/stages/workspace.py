@@ -40,7 +40,7 @@ from draftsmith.features.check import check_store
 from draftsmith.features.manifest import MANIFEST_FILE
 from draftsmith.features.reader import Store
 from draftsmith.parallel.ranks import is_first, process_count
-from draftsmith.regenerate import check_answers, regenerate
+from draftsmith.regenerate import check_answers, regenerate, unanswered
 from draftsmith.run.recipe import RunDirectory
 from draftsmith.run.stamps import Stamps
 from draftsmith.stages.common import one_process, use_own_device
@@ -105,7 +105,15 @@ class Workspace(StoreStages):
         keep = not (fresh or self.stamps.redo)
         if keep:
             check_answers(out, recipe.regenerate)
-        self._perform("regenerate", settings, out, work, fresh=fresh, keep_changed=keep)
+        self._perform(
+            "regenerate",
+            settings,
+            out,
+            work,
+            fresh=fresh,
+            keep_changed=keep,
+            whole=lambda: not unanswered(out, prompts),
+        )
 
     def train(self, *, resume: bool = False, fresh: bool = False) -> None:
         """The feature store, or with `train.features: online` the conversations and the target -> run checkpoints below

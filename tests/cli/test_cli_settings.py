@@ -167,6 +167,21 @@ def test_answers_of_an_unfinished_regenerate_are_refused(answered):
     assert len(answers.read_text().splitlines()) == 6
 
 
+def test_answers_that_were_lost_are_asked_for_again(answered):
+    answers = answered.parent / "run" / "answers.jsonl"
+    whole = answers.read_bytes()
+    assert "regenerate: done already" in run("regenerate", answered)[2]
+    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    status, _, errors = run("regenerate", answered)
+    assert status == 0, errors
+    assert "4 prompts answered" in errors
+    assert answers.read_bytes() == whole
+    # A prompt that was refused is not asked again for ever.
+    answers.write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))
+    (answers.parent / "answers.refused.jsonl").write_text('{"id": "p5", "reason": "too long"}\n')
+    assert "regenerate: done already" in run("regenerate", answered)[2]
+
+
 def test_answers_are_learnt_after_the_prompts_that_they_were_given_to(answered):
     errors = fails("capture", answered, "data.system_prompt=be brief")
     assert "were given with data.system_prompt 'template', and it is 'be brief' now" in errors
