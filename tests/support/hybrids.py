@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from draftsmith.targets.target import Target
 
@@ -50,7 +50,7 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 
-MODELS: dict[str, dict[str, Any]] = {
+_ALL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _EXPERTS,
     "qwen3_next": _DELTA | _EXPERTS,
@@ -77,7 +77,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "lara_mini": _DELTA | _EXPERTS,
 }
-"""model type -> fields of its configuration beyond the sizes that all share."""
+MODELS = {model_type: fields for model_type, fields in _ALL.items() if model_type in CONFIG_MAPPING}
+"""model type -> fields of its configuration beyond the sizes that all share, of the types that the installed
+transformers has."""
 
 
 def tiny_model_of(model_type: str, *, seed: int = 0, **fields: Any) -> Any:
