@@ -61,8 +61,10 @@ class BatchGraphs:
                 self._told = True
             if full or self._seen[key] == 1:
                 # A gradient is added up on the stream on which its parameter was first used, as long as anything keeps
-                # that use (a GRU's list of its weights does). On the default stream a capture would forbid that.
-                return self._pool.warm_up(partial(self._eagerly, batch, progress))
+                # that use (a GRU's list of its weights does). On the default stream a capture would forbid that. And
+                # compiled code tells views from other tensors: it gets the kind that a capture has.
+                own = batch if full else batch.mapped(torch.clone)
+                return self._pool.warm_up(partial(self._eagerly, own, progress))
             self._captured[key] = self._capture(batch, progress)
         captured = self._captured[key]
         torch._foreach_copy_(captured.inputs, inputs, non_blocking=True)
