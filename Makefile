@@ -33,7 +33,7 @@ $(VENV)/demo: $(VENV)/base pyproject.toml constraints.txt
 # trl ships the chat templates of many models as text files, which is all that the tests take of it: no dependencies.
 $(VENV)/test: $(VENV)/base pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --no-compile -e '.[test,lint]' -c constraints.txt
-	$(BIN)/python -m pip install -q --no-compile --no-deps 'trl>=1.0'
+	$(BIN)/python -m pip install -q --no-compile --no-deps 'trl>=1.16'
 	touch $@
 
 $(VENV)/interop: $(VENV)/test

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data.chat import answer_text, render_prompt
+from draftsmith.data.chat import answer_text, render_prompt, special_token_ids
 from draftsmith.data.options import DataOptions
-from draftsmith.data.prompt import answer_message
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.said import message_of
 
 _INCOMPLETE = "\ufffd"
 """What stands for bytes that are no whole character yet."""
@@ -22,8 +22,15 @@ class Chat:
     data: DataOptions
 
     def prompt_ids(self, prompt: Prompt, turn: int, answers: Sequence[Sequence[int]]) -> list[int]:
-        """The token ids after which the answer to `turn` (0-based) begins; answers: token ids of the turns before."""
-        before = [answer_message(self.text(answer)) for answer in answers[:turn]]
+        """The token ids after which the answer to `turn` (0-based) begins; answers: token ids of the turns before,
+        which become messages as those of `regenerate` do."""
+        special = special_token_ids(self.tokenizer)
+        before: list[dict[str, str]] = []
+        for answer in answers[:turn]:
+            question = prompt.question(before)
+            asked = render_prompt(question, self.tokenizer, self.data)
+            finished = answer[-1] in special
+            before.append(message_of(answer, finished, question, asked, self.tokenizer, self.data).message)
         return render_prompt(prompt.question(before), self.tokenizer, self.data)
 
     def text(self, token_ids: Sequence[int]) -> str:

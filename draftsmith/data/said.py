@@ -100,7 +100,10 @@ def _frame(
     after its generation prompt."""
     message = answer_message("") | {name: _PROBES[name] for name in fields}
     prompt = render_text(question, tokenizer, options, generation_prompt=True)
-    whole = render_text([*question, message], tokenizer, options, generation_prompt=False)
+    try:
+        whole = render_text([*question, message], tokenizer, options, generation_prompt=False)
+    except DraftsmithError:
+        return None
     pieces = re.split("|".join(map(re.escape, _PROBES.values())), whole.removeprefix(prompt))
     order = [whole.find(_PROBES[name]) for name in fields]
     if not whole.startswith(prompt) or len(pieces) != len(fields) + 1 or order != sorted(order):

@@ -36,6 +36,19 @@ def test_text_is_what_the_tokens_say(tidying):
     assert pieces == [tidying.decode([token], clean_up_tokenization_spaces=False) for token in ids]
 
 
+def test_the_next_turn_has_the_reasoning_of_the_last_where_the_template_puts_it():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% if message.reasoning_content %}<|unknown|>{{ message.reasoning_content }}<|endoftext|>{% endif %}"
+        "{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    said = "<|unknown|>the one<|endoftext|>two<|im_end|>"
+    asked = Chat(tokenizer, DataOptions()).prompt_ids(Prompt("x", ("hi", "more")), 1, [tokenizer.encode(said)])
+    assert f"assistant\n{said}\n" in tokenizer.decode(asked)
+
+
 @pytest.mark.parametrize("system", [None, "", "be brief"])
 def test_a_benchmark_asks_as_regenerate_does(tidying, system):
     chance = random.Random(3)
