@@ -24,7 +24,7 @@ class Stream(IntEnum):
     decides.
 
     `TOKEN`: the pair of one output position: the first decides which token the target draws there, the second whether a
-    proposal drawn from a known distribution is accepted. `PROPOSAL`: the draws of a proposer, at the anchor's position.
+    proposal drawn from a known distribution is accepted. `PROPOSAL`: the draws of a drafter, at the anchor's position.
     `ROW`: turns one request seed into one seed a row.
     """
 
