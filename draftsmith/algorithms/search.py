@@ -131,10 +131,10 @@ class BlockSearch:
     def _search(self, step: int, weight: Tensor | None, latent: Tensor | None, previous: Tensor | None) -> None:
         base, keys, search, sampler = self.base[:, step], self.keys[step + 1], self.search, self.sampler
         if self.scores is not None:
+            draw = dense.Draw(sampler.temperature, sampler.seeds, sampler.anchors, step)
             dense.low_rank_sample(
-                base, weight, latent, keys, self.scores[:, step], temperature=sampler.temperature, seeds=sampler.seeds,
-                positions=sampler.anchors, draw=step, previous=previous, first_id=search.part.first,
-            )  # fmt: skip
+                base, weight, latent, keys, self.scores[:, step], draw, previous=previous, first_id=search.part.first
+            )
         elif self.leaders is None or search.bounds is None or weight is None or latent is None:
             # Every other step walks backwards: what the step before read last is still in the cache.
             dense.low_rank_argmax(

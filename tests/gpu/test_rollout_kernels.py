@@ -12,6 +12,7 @@ from draftsmith.kernels.device import cache_bytes
 from draftsmith.kernels.rollout import input_gates as inputs
 from draftsmith.kernels.rollout import prefix_gru
 from draftsmith.kernels.rollout.low_rank_argmax import (
+    Draw,
     low_rank_argmax,
     low_rank_sample,
     low_rank_sample_reference,
@@ -129,18 +130,14 @@ def test_sampling(dtype: torch.dtype, batch: int) -> None:
     seeds = torch.randint(2**62, (batch,), device=DEVICE)
     positions = torch.randint(2**31, (batch,), device=DEVICE)
     keys, scores = new_keys(batch, device=DEVICE), torch.full((batch, 20011), float("nan"), device=DEVICE)
-    low_rank_sample(
-        base, weight, latent, keys, scores, temperature=temperature, seeds=seeds, positions=positions, draw=3
-    )
+    low_rank_sample(base, weight, latent, keys, scores, Draw(temperature, seeds, positions, 3))
     noise = gumbel_noise(seeds, positions, 3, 20011)
     expected, _ = low_rank_sample_reference(base, weight, latent, noise, temperature)
     assert torch.equal(key_ids(keys), key_ids(expected))
     exact = exact_scores(base, weight, latent)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
     other = new_keys(batch, device=DEVICE)
-    low_rank_sample(
-        base, weight, latent, other, scores, temperature=temperature, seeds=seeds, positions=positions, draw=4
-    )
+    low_rank_sample(base, weight, latent, other, scores, Draw(temperature, seeds, positions, 4))
     assert not torch.equal(keys, other) or batch == 1
 
 

@@ -7,6 +7,8 @@ they were, for the verifier needs that softmax. The memory traffic of W2 is the 
 it in tiles of rows, with several tiles in flight.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,17 @@ def perturbed(scores: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
     temperature [batch] is 0. One below `LEAST_TEMPERATURE` counts as that."""
     column = temperature[:, None]
     return torch.where(column == 0.0, scores, scores / column.clamp(min=LEAST_TEMPERATURE) + noise)
+
+
+class Draw(NamedTuple):
+    """One draw of every row: temperature [batch] fp32, 0 in rows that take the best token without noise; seeds [batch]
+    int64 and positions [batch] int64 in [0, 2^32), which with `number` number the noise as `noise.gumbel_noise`
+    does."""
+
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+    number: int
 
 
 @triton.jit
@@ -222,29 +235,21 @@ def low_rank_sample(
     latent: Tensor | None,
     keys: Tensor,
     scores: Tensor,
+    draw: Draw,
     *,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    draw: int,
     previous: Tensor | None = None,
     first_id: int = 0,
 ) -> None:
-    """`low_rank_argmax` of (base + W2 u) / temperature + Gumbel noise; base + W2 u goes to `scores`.
-
-    temperature [batch] fp32, 0 in rows that take the best token without noise; seeds [batch] int64 and positions
-    [batch] int64 in [0, 2^32), which with `draw` number the noise as `noise.gumbel_noise` does. scores [batch, V] fp32,
-    rows contiguous. The other arguments as for `low_rank_argmax`.
-    """
+    """`low_rank_argmax` of (base + W2 u) / temperature + Gumbel noise; base + W2 u goes to `scores` [batch, V] fp32,
+    rows contiguous. The other arguments as for `low_rank_argmax`."""
     if not uses_kernels(base):
-        noise = gumbel_noise(seeds, positions, draw, base.shape[1], first_id)
+        noise = gumbel_noise(draw.seeds, draw.positions, draw.number, base.shape[1], first_id)
         latent = latents_of(latent, previous)
-        found, written = low_rank_sample_reference(base, weight, latent, noise, temperature, first_id)
+        found, written = low_rank_sample_reference(base, weight, latent, noise, draw.temperature, first_id)
         scores.copy_(written)
         keys.copy_(torch.maximum(keys, found))
         return
-    sampling = (scores, temperature, seeds, positions, draw)
-    _scan(base, weight, latent, keys, previous, first_id, False, True, sampling)
+    _scan(base, weight, latent, keys, previous, first_id, False, True, (scores, draw))
 
 
 def _scan(
@@ -256,7 +261,7 @@ def _scan(
     first_id: int,
     reverse: bool,
     overlap: bool,
-    sampling: tuple[Tensor, Tensor, Tensor, Tensor, int] | None,
+    sampling: tuple[Tensor, Draw] | None,
 ) -> None:
     check_operands(base, weight, latent, keys, previous)
     batch, vocab = base.shape
@@ -274,11 +279,11 @@ def _scan(
     stages = stages_that_fit(stages, block_v * block_e * item, base.device, held_bytes=block_e * block_b * item)
     tiles = triton.cdiv(vocab, block_v)
     programs = min(tiles, tiling.programs * multiprocessors(base.device))
-    scores, temperature, seeds, positions, draw = sampling or (keys, keys, keys, keys, 0)
+    scores, (temperature, seeds, positions, number) = sampling or (keys, Draw(keys, keys, keys, 0))  # else not read
     _scan_kernel[(programs, triton.cdiv(batch, block_b))](
         base, base if weight is None else weight, base if latent is None else latent,
         keys if previous is None else previous, keys, scores, temperature, seeds, positions,
-        base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, draw,
+        base.stride(0), scores.stride(0), vocab, rank, batch, first_id, tiles, number,
         LEAST_TEMPERATURE, BLOCK_V=block_v, BLOCK_E=block_e, BLOCK_B=block_b,
         CORRECT=weight is not None, GATHER=previous is not None, SAMPLE=sampling is not None,
         REVERSE=reverse, STAGES=stages, STREAM=int(Stream.PROPOSAL), num_warps=tiling.warps,

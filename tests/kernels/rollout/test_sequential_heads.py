@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from draftsmith.kernels.rollout import input_gates as inputs
 from draftsmith.kernels.rollout import prefix_gru
 from draftsmith.kernels.rollout.low_rank_argmax import (
+    Draw,
     low_rank_argmax,
     low_rank_argmax_reference,
     low_rank_sample,
@@ -110,8 +111,8 @@ def test_sampling_equals_the_reference(dtype: torch.dtype, batch: int) -> None:
     temperature = cycle(0.6, 0.0, 1.0, 1e-38, 2.5)
     seeds, positions = cycle(0, 2**62 + 5, 7, -3, 9), cycle(0, 2**32 - 1, 5, 6, 7)
     keys, scores = new_keys(batch, device=CPU), torch.empty(batch, 203)
-    chosen: dict[str, Any] = {"temperature": temperature, "seeds": seeds, "positions": positions}
-    low_rank_sample(base, weight, latent, keys, scores, draw=2, **chosen)
+    draw = Draw(temperature, seeds, positions, 2)
+    low_rank_sample(base, weight, latent, keys, scores, draw)
     noise = gumbel_noise(seeds, positions, 2, 203)
     expected, expected_scores = low_rank_sample_reference(base, weight, latent, noise, temperature)
     assert torch.equal(key_ids(keys), key_ids(expected))
@@ -120,7 +121,7 @@ def test_sampling_equals_the_reference(dtype: torch.dtype, batch: int) -> None:
     assert torch.equal(key_ids(keys)[cold], scores.argmax(-1)[cold]), "greedy, and nearly so"
     # A part of the vocabulary takes the noise of its own ids.
     part = new_keys(batch, device=CPU)
-    low_rank_sample(base[:, 100:], weight[100:], latent, part, scores[:, 100:], draw=2, first_id=100, **chosen)
+    low_rank_sample(base[:, 100:], weight[100:], latent, part, scores[:, 100:], draw, first_id=100)
     inside = key_ids(keys) >= 100
     assert torch.equal(key_ids(keys)[inside], key_ids(part)[inside])
     assert (part[~inside] < keys[~inside]).all()
