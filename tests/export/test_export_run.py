@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from safetensors.torch import load_file, safe_open
 
 from draftsmith.algorithms.registry import algorithm
+from draftsmith.drafts.config import FIELDS
 from draftsmith.drafts.draft import Draft
+from draftsmith.drafts.heads import HEADS
 from draftsmith.errors import DraftsmithError
 from draftsmith.export.card import Measured
 from draftsmith.export.fingerprint import directory_fingerprint
@@ -98,6 +101,51 @@ def test_every_layout_holds_the_runs_draft_or_says_why_not(
         if carried:
             assert torch.equal(file.get_tensor("lm_head.weight"), target.ends.head_weight.bfloat16())
             assert torch.equal(file.get_tensor("embed_tokens.weight"), target.ends.embedding_weight.bfloat16())
+
+
+def without_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration as a record may have it that says the least: without what has its default."""
+    head = HEADS[config["architecture"]].model_fields
+    said = {
+        name: value
+        for name, value in config.items()
+        if FIELDS[name].info.is_required() or value != FIELDS[name].info.default
+    }
+    least = {n: v for n, v in config["head"].items() if head[n].is_required() or v != head[n].default}
+    return {**said, "head": least}
+
+
+@pytest.mark.parametrize("layout", ["zlab", "sglang", "modelopt", "speculators"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_that_leaves_defaults_out_exports_the_same(
+    runs: dict[str, Path], target_path: Path, tmp_path: Path, method: str, layout: str
+) -> None:
+    """Domino's `pure_draft_prefix_len` was a KeyError; its default, which SGLang does not compute, is named there."""
+    run = shutil.copytree(runs[method], tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    if method == "domino":
+        for name in ("pure_draft_prefix_len", "shift_label"):
+            record["draft_config"]["head"].pop(name)
+            record["draft_section"].pop(name)
+    record["draft_config"] = without_defaults(record["draft_config"])
+    (run / "run.json").write_text(json.dumps(record))
+    options, given = ExportOptions(which="last", layout=layout), TargetOptions(path=str(target_path))
+    refusals = {
+        ("domino", "speculators"): "does not load 'domino'",
+        ("domino", "sglang"): "head.pure_draft_prefix_len is 0; sglang 0.5.23 computes 1 only",
+        ("dflash2", "modelopt"): "does not load 'dflash2'",
+    }
+    if (method, layout) in refusals:
+        with pytest.raises(LayoutError, match=refusals[method, layout]):
+            export_run(run, options, tmp_path / "draft", target=given)
+        return
+    export_run(run, options, tmp_path / "draft", target=given)
+    found, wanted = Draft.load(tmp_path / "draft").config, load_run(runs[method], "last").config
+    if method == "domino":
+        wanted = wanted.replace(head={"gru_hidden_dim": 5, "emb_dim": 7})
+    if layout == "zlab":
+        assert found.meaning() == wanted.meaning()
+    assert found.head == wanted.head
 
 
 @pytest.mark.parametrize("method", METHODS)
