@@ -1,7 +1,7 @@
 """Checks of single configuration fields: each refuses with the field's name, the value found and what is allowed."""
 
 import difflib
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -13,12 +13,15 @@ from draftsmith.errors import DraftsmithError
 _LARGEST = 2**31 - 1  # no count or size of a network comes near; beyond, tensor shapes overflow
 
 
+_FLOATS = sys.float_info.max  # compared, an integer of any size is not converted
+
+
 class DraftConfigError(DraftsmithError):
     """A draft configuration that cannot be right, or that does not fit its target."""
 
 
-def integer(minimum: int, name: str | None = None) -> BeforeValidator:
-    """An integer of at least `minimum` that a size can be; bools, floats and strings are refused.
+def integer(minimum: int, name: str | None = None, maximum: int = _LARGEST) -> BeforeValidator:
+    """An integer from `minimum` to `maximum` that a size can be; bools, floats and strings are refused.
 
     name: what errors call the field, if not by its own name.
     """
@@ -26,8 +29,8 @@ def integer(minimum: int, name: str | None = None) -> BeforeValidator:
     def check(value: Any, info: ValidationInfo) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"{name or info.field_name} is {value!r}; allowed: an integer >= {minimum}")
-        if value > _LARGEST:
-            raise ValueError(f"{name or info.field_name} is {value!r}; allowed: an integer <= {_LARGEST}")
+        if value > maximum:
+            raise ValueError(f"{name or info.field_name} is {value!r}; allowed: an integer <= {maximum}")
         return value
 
     return BeforeValidator(check)
@@ -38,7 +41,7 @@ def number(above: float | None = None, minimum: float | None = None) -> BeforeVa
     allowed = f"> {above}" if above is not None else f">= {minimum}"
 
     def check(value: Any, info: ValidationInfo) -> float:
-        fits = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+        fits = not isinstance(value, bool) and isinstance(value, int | float) and -_FLOATS <= value <= _FLOATS
         if not fits or (above is not None and value <= above) or (minimum is not None and value < minimum):
             raise ValueError(f"{info.field_name} is {value!r}; allowed: a finite number {allowed}")
         return float(value)

@@ -81,15 +81,17 @@ class DraftConfig(Checked):
     other_names = FLAT_NAMES
 
     architecture: Annotated[str, one_of(lambda: HEADS), Note("What the network adds to the backbone.", Origin.METHOD)]
-    hidden_size: Annotated[PositiveInt, Note("Width of the hidden states.", Origin.TARGET, files=_NETWORK)]
+    hidden_size: Annotated[
+        PositiveInt, Note("Width of the hidden states.", Origin.TARGET, files=_NETWORK, dimension=True)
+    ]
     num_hidden_layers: Annotated[
         PositiveInt,
         Note("Layers of the draft.", needed="the number of layers of the draft (published drafts: 5)", files=_NETWORK),
     ]
-    num_attention_heads: Annotated[PositiveInt, Note("Query heads of a layer.", files=_NETWORK)]
-    num_key_value_heads: Annotated[PositiveInt, Note("Key and value heads of a layer.", files=_NETWORK)]
-    head_dim: Annotated[PositiveInt, Note("Channels of a head.", files=_NETWORK)]
-    intermediate_size: Annotated[PositiveInt, Note("Width of a layer's MLP.", files=_NETWORK)]
+    num_attention_heads: Annotated[PositiveInt, Note("Query heads of a layer.", files=_NETWORK, dimension=True)]
+    num_key_value_heads: Annotated[PositiveInt, Note("Key and value heads of a layer.", files=_NETWORK, dimension=True)]
+    head_dim: Annotated[PositiveInt, Note("Channels of a head.", files=_NETWORK, dimension=True)]
+    intermediate_size: Annotated[PositiveInt, Note("Width of a layer's MLP.", files=_NETWORK, dimension=True)]
     hidden_act: Annotated[str, one_of(lambda: ["silu"]), Note("Activation of the MLP; only silu.", files=_NETWORK)] = (
         "silu"
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.directory import read_directory, write_directory
+from draftsmith.drafts.directory import read_directory, read_draft, write_directory
 from draftsmith.drafts.draft import Draft, check_weights
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import CARRY_TARGET, CanonicalDraft, TargetParts
@@ -64,8 +64,7 @@ def convert(
             f"the target {target} is given, but layout {layout!r} holds nothing of it; those that do: "
             f"{', '.join(CARRY_TARGET)}; leave it out (--target)"
         )
-    read = read_directory(source, source_layout, allow_pickle=allow_pickle)
-    config = DraftConfig.parse(read.config)
+    read, config = read_draft(source, source_layout, allow_pickle=allow_pickle)
     with torch.device("meta"):
         check_weights(Draft(config), read.tensors, str(source))
     parts = target_parts(target) if isinstance(target, str) else target

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith import layouts
-from draftsmith.drafts.config import FIELDS
+from draftsmith.drafts.checks import DraftConfigError
+from draftsmith.drafts.config import FIELDS, DraftConfig
 from draftsmith.drafts.heads import HEADS
+from draftsmith.drafts.sizes import check_sizes
 from draftsmith.layouts import CanonicalDraft, Family, TargetParts
 
 
@@ -24,6 +26,20 @@ def read_directory(
 ) -> CanonicalDraft:
     """As `layouts.read_directory`, of the known architectures."""
     return layouts.read_directory(path, family(), layout, strict=strict, allow_pickle=allow_pickle)
+
+
+def read_draft(
+    path: str | Path, layout: str | None = None, *, strict: bool = False, allow_pickle: bool = False
+) -> tuple[CanonicalDraft, DraftConfig]:
+    """As `read_directory`, with the configuration checked, and its sizes against the weights: what a network may be
+    made of. Raises `DraftConfigError`, too."""
+    found = read_directory(path, layout, strict=strict, allow_pickle=allow_pickle)
+    try:
+        config = DraftConfig.parse(found.config)
+        check_sizes(config, found.tensors)
+    except DraftConfigError as error:
+        raise DraftConfigError(f"{path}: {layouts.shortened(str(error))}") from None
+    return found, config
 
 
 def write_directory(

@@ -16,7 +16,7 @@ from draftsmith.base.paths import user_path
 from draftsmith.drafts.attention import AttentionKind, BlockAttention
 from draftsmith.drafts.backbone import Backbone, ContextKeysValues
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.directory import read_directory, write_directory
+from draftsmith.drafts.directory import read_draft, write_directory
 from draftsmith.drafts.network import Network
 from draftsmith.drafts.vocabulary import DraftVocabulary
 from draftsmith.errors import DraftsmithError
@@ -111,12 +111,11 @@ class Draft(nn.Module, Generic[HeadT, NetworkT]):
         """
         directory = user_path(directory)
         wanted_dtype, resolved_device = parse_dtype(dtype), resolve_device(device)
-        canonical = read_directory(directory, layout, strict=strict, allow_pickle=allow_pickle)
+        canonical, config = read_draft(directory, layout, strict=strict, allow_pickle=allow_pickle)
         for note in canonical.notes:
             _log.warning("%s: %s", directory, note)
         if canonical.ignored and canonical.target is None:  # a layout that carries the target holds more than the draft
             _log.warning("%s: drafts have no %s; not loaded", directory, ", ".join(canonical.ignored))
-        config = DraftConfig.parse(canonical.config)
         # On the meta device no parameter has a value, so one that nobody loads cannot be used by accident.
         with torch.device("meta"):
             draft = cls(config)
@@ -282,9 +281,15 @@ def check_weights(draft: Draft[Any, Any], tensors: dict[str, Tensor], source: st
         raise DraftWeightsError(f"{source}: the weights are not those of the configured draft:\n" + "\n".join(faults))
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether a tensor of any floating-point dtype holds neither NaN nor Inf."""
+    wide = tensor.float() if tensor.element_size() == 1 else tensor  # 8 bits have no such test
+    return bool(torch.isfinite(wide).all())
+
+
 def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
     return [
         f"not finite: {name} holds NaN or Inf"
         for name, tensor in sorted(tensors.items())
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+        if tensor.is_floating_point() and not all_finite(tensor)
     ]

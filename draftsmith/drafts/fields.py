@@ -39,8 +39,8 @@ class Note:
 
     about: what it says, a sentence for the recipe's schema. needed: what to set it to, for a fresh draft's field that
     no default can know. recipe_default: of the recipe's field. files: where files keep it, for fields that they spell
-    by name and value alone. warm: the effect on loaded weights of another value than they were trained with, or why
-    there is none.
+    by name and value alone. dimension: whether some tensor of a draft has a dimension at least as large. warm: the
+    effect on loaded weights of another value than they were trained with, or why there is none.
     """
 
     about: str
@@ -48,6 +48,7 @@ class Note:
     needed: str | None = None
     recipe_default: Any = None
     files: Place | None = None
+    dimension: bool = False
     warm: str | Warm = Warm.SHAPES
 
 

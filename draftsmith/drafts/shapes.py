@@ -11,6 +11,8 @@ from draftsmith.drafts.checks import integer
 from draftsmith.drafts.fields import Note, Warm
 from draftsmith.layouts.spelling import Place
 
+_LARGEST_BLOCK = 4096  # published blocks have 16 slots
+
 
 class BlockShape(BaseModel):
     """A block of masked slots: `size` slots, anchor included, of which the others read the token `mask_token_id`.
@@ -23,7 +25,7 @@ class BlockShape(BaseModel):
     size: Annotated[
         int,
         Ge(2),
-        integer(2, "block_size"),
+        integer(2, "block_size", _LARGEST_BLOCK),
         Note(
             "Slots of a block, the anchor's included.",
             needed="the number of slots of a block, anchor included (published drafts: 16)",
@@ -57,7 +59,10 @@ class VocabularyShape(BaseModel):
         int,
         Ge(1),
         integer(1, "draft_vocab_size"),
-        Note("Tokens that the draft knows, each with a row in an output head of its own; left out: the target's head."),
+        Note(
+            "Tokens that the draft knows, each with a row in an output head of its own; left out: the target's head.",
+            dimension=True,
+        ),
     ]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.directory import read_directory
+from draftsmith.drafts.directory import read_draft
 
 
 def fingerprint(config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
@@ -23,5 +23,5 @@ def fingerprint(config: DraftConfig, tensors: Mapping[str, Tensor]) -> str:
 
 def directory_fingerprint(directory: Path) -> str:
     """The fingerprint of the draft in a directory of any readable layout; raises `DraftsmithError` as reading does."""
-    found = read_directory(directory)
-    return fingerprint(DraftConfig.parse(found.config), found.tensors)
+    found, config = read_draft(directory)
+    return fingerprint(config, found.tensors)

@@ -23,6 +23,7 @@ __all__ = [
     "LayoutError",
     "TargetParts",
     "read_directory",
+    "shortened",
     "write_directory",
 ]
 
@@ -64,7 +65,7 @@ def read_directory(
     try:
         return reader.read(config, tensors, family, strict)
     except LayoutError as error:
-        raise LayoutError(f"{directory}: {error}") from None
+        raise LayoutError(f"{directory}: {shortened(str(error))}") from None
 
 
 def write_directory(
@@ -92,6 +93,11 @@ def write_directory(
         raise LayoutError(f"dtype is declared as {config['dtype']}, but {', '.join(wrong)} hold another; convert them")
     content, named = writer.write(config, tensors, family, target)
     files.write(Path(path), content, named, extra_files or {}, check)
+
+
+def shortened(text: str, most: int = 4000) -> str:
+    """A message without the middle of what it quotes, where that is very long."""
+    return text if len(text) <= most else f"{text[: most // 2]} [...] {text[-most // 2 :]}"
 
 
 def _layout(name: str) -> Layout:

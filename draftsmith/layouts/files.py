@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,21 +23,51 @@ INDEX = "model.safetensors.index.json"
 SPECFORGE_STATE = "training_state.pt"
 MASK_EMBEDDING = "mask_embedding.pt"
 _UNSAFE = (".bin", ".pt", ".pth", ".ckpt")
+_LARGEST_JSON = 64 * 1024**2
+_DEEPEST_JSON = 32
+_MOST_TENSORS = 20_000
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `LayoutError` when it is missing, not JSON or not an object."""
+    """The JSON object in a file; `LayoutError` when it is missing, not JSON, not an object, or nothing that a writer of
+    drafts writes: too large, or nested too deeply."""
+    check_regular(path)
     try:
+        if (size := path.stat().st_size) > _LARGEST_JSON:
+            raise LayoutError(f"{path} has {size:,} bytes; allowed: up to {_LARGEST_JSON:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LayoutError(f"{path} does not exist; a draft directory holds {CONFIG} and {WEIGHTS}") from None
-    except IsADirectoryError:
-        raise LayoutError(f"{path} is a directory; allowed: a JSON file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise LayoutError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, or of an integer with thousands of digits
         raise LayoutError(f"{path} is not valid JSON ({error}); write or download it again") from None
     if not isinstance(content, dict):
         raise LayoutError(f"{path} holds a JSON {type(content).__name__}; allowed: an object")
+    if _depth(content) > _DEEPEST_JSON:
+        raise LayoutError(f"{path} is nested more than {_DEEPEST_JSON} levels deep; write or download it again")
     return content
+
+
+def _depth(content: Any) -> int:
+    """Levels of objects and lists."""
+    level, depth = [content], 0
+    while level:
+        containers = [value for value in level if isinstance(value, dict | list)]
+        level = [inner for value in containers for inner in (value.values() if isinstance(value, dict) else value)]
+        depth += bool(containers)
+    return depth
+
+
+def check_regular(path: Path) -> None:
+    """`LayoutError` for what is no regular file (links are followed): reading a pipe or a device may never end."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise LayoutError(f"{path} does not exist; a draft directory holds {CONFIG} and {WEIGHTS}") from None
+    except OSError as error:
+        raise LayoutError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    if not stat.S_ISREG(mode):
+        kind = "directory" if stat.S_ISDIR(mode) else "pipe" if stat.S_ISFIFO(mode) else "device or socket"
+        raise LayoutError(f"{path} is a {kind}; allowed: a regular file")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -81,6 +112,7 @@ def read_tensors(directory: Path, allow_pickle: bool = False) -> dict[str, Tenso
 def _read_pickled(path: Path) -> dict[str, Tensor]:
     """The tensors of a pickled state dict, or of the draft in SpecForge's training state; nothing but tensors and plain
     containers is unpickled."""
+    check_regular(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
@@ -108,7 +140,7 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, Tensor]:
             raise LayoutError(f"{index}: {name} is in {file!r}; only .safetensors files are read")
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(weight_map.values())):
-        if not (directory / file).is_file():
+        if not (directory / file).exists():
             raise LayoutError(f"{directory / file} does not exist, but {index} names it; copy or download it again")
         shard = _read_file(directory / file)
         listed = {name for name, owner in weight_map.items() if owner == file}
@@ -122,9 +154,15 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    check_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            names = list(file.keys())
+            if len(names) > _MOST_TENSORS:
+                raise LayoutError(f"{path} holds {len(names):,} tensors; allowed: up to {_MOST_TENSORS:,}")
+            return {name: file.get_tensor(name) for name in names}
+    except OSError as error:
+        raise LayoutError(f"{path} cannot be read ({error}); check its permissions") from None
     except SafetensorError as error:
         raise LayoutError(f"{path} is damaged or not a safetensors file ({error}); copy or download it again") from None
 

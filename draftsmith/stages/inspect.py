@@ -22,7 +22,7 @@ from draftsmith.bench.headline import estimate
 from draftsmith.bench.records import read_report
 from draftsmith.data.chat import tokenizer_fingerprint
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.drafts.directory import read_directory
+from draftsmith.drafts.directory import read_draft
 from draftsmith.errors import DraftsmithError
 from draftsmith.features.manifest import MANIFEST_FILE, STORE_DTYPES
 from draftsmith.features.reader import Store
@@ -169,8 +169,8 @@ def training_facts(path: Path) -> dict[str, Any]:
 
 def draft_facts(path: Path) -> dict[str, Any]:
     """Method, shape, tensors and layout of a draft directory."""
-    draft = read_directory(path)
-    config = DraftConfig.parse(draft.config).to_dict()
+    draft, checked = read_draft(path)
+    config = checked.to_dict()
     parameters = sum(tensor.numel() for tensor in draft.tensors.values())
     stored = sum(tensor.numel() * tensor.element_size() for tensor in draft.tensors.values())
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in draft.tensors.values())

@@ -5,6 +5,7 @@ Tap id `i` is 0-based and means the residual stream after decoder layer `i`, bef
 state instead; hooks on the layers themselves have no such exception, and let the forward end at the last layer needed.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,7 @@ def tap_fault(ids: Sequence[int], num_layers: int | None, name: str = "tap ids")
             f"{name} is {list(ids)}, of which {outside} are not layers of the target; allowed: {layers} (ids that "
             "other projects write are often one higher)"
         )
-    repeated = sorted({i for i in ids if ids.count(i) > 1})
+    repeated = sorted(i for i, count in Counter(ids).items() if count > 1)
     if repeated:
         return f"{name} is {list(ids)}, which repeats {repeated}; allowed: distinct layers, each is tapped once"
     return None

@@ -12,8 +12,8 @@ from torch import Tensor
 from draftsmith.drafts.backbone import is_added
 from draftsmith.drafts.checks import DraftConfigError
 from draftsmith.drafts.config import FIELDS, DraftConfig
-from draftsmith.drafts.directory import read_directory
-from draftsmith.drafts.draft import Draft, file_name
+from draftsmith.drafts.directory import read_draft
+from draftsmith.drafts.draft import Draft, all_finite, file_name
 from draftsmith.drafts.fields import Warm
 from draftsmith.errors import DraftsmithError
 from draftsmith.layouts import LayoutError
@@ -123,7 +123,7 @@ class WarmStart:
             elif tensor.is_floating_point() != wanted[name][1].is_floating_point():
                 kind = "floating-point numbers" if wanted[name][1].is_floating_point() else "integers"
                 faults.append(f"{name}: found {tensor.dtype}, wanted {kind}")
-            elif not torch.isfinite(tensor).all():
+            elif tensor.is_floating_point() and not all_finite(tensor):
                 faults.append(f"{name}: found NaN or Inf, wanted finite numbers")
         faults.sort()
         if self.config.hidden_size != config.hidden_size:
@@ -151,13 +151,9 @@ def read_warm_start(directory: str) -> WarmStart:
             f"draft.init_from: there is no directory {path}; it takes one with a draft's config.json and weights"
         )
     try:
-        found = read_directory(path, strict=True)
-    except LayoutError as error:  # names the path
+        found, config = read_draft(path, strict=True)
+    except (LayoutError, DraftConfigError) as error:  # which name the path
         raise DraftsmithError(f"draft.init_from: {error}") from error
-    try:
-        config = DraftConfig.parse(found.config)
-    except DraftConfigError as error:
-        raise DraftsmithError(f"draft.init_from: {path}: {error}") from error
     remarks = [*found.notes]
     if found.ignored:
         remarks.append(f"drafts have no {', '.join(found.ignored)}; not loaded")

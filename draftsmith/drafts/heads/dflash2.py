@@ -44,9 +44,11 @@ class DFlash2HeadConfig(HeadConfig):
         served={"sglang": {}, "vllm": {}, "speculators": BARE, "vllm-speculators": BARE},
     )
 
-    conv_kernel_size: Annotated[PositiveInt, Note("Taps of a convolution, in slots.", recipe_default=2)]
-    conv_group_size: Annotated[PositiveInt, Note("Channels that share a convolution's taps.", recipe_default=16)]
-    selector_rank: Annotated[PositiveInt, Note("Rank of the selector's scores.", recipe_default=256)]
+    conv_kernel_size: Annotated[PositiveInt, Note("Taps of a convolution, in slots.", dimension=True, recipe_default=2)]
+    conv_group_size: Annotated[
+        PositiveInt, Note("Channels that share a convolution's taps.", dimension=True, recipe_default=16)
+    ]
+    selector_rank: Annotated[PositiveInt, Note("Rank of the selector's scores.", dimension=True, recipe_default=256)]
     selector_top_k: Annotated[PositiveInt, Note("Candidates of a slot that the selector rescores.", recipe_default=16)]
 
     def build(self, sizes: DraftSizes) -> "DFlash2Head":

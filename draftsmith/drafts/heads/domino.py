@@ -35,8 +35,8 @@ class DominoHeadConfig(HeadConfig):
         served={"sglang": {**PLAIN_LOGITS, "head.pure_draft_prefix_len": 1}, "modelopt": SINKS_ONLY},
     )
 
-    gru_hidden_dim: Annotated[PositiveInt, Note("G, the width of the GRU.")]
-    emb_dim: Annotated[PositiveInt, Note("E, the rank of the correction.")]
+    gru_hidden_dim: Annotated[PositiveInt, Note("G, the width of the GRU.", dimension=True)]
+    emb_dim: Annotated[PositiveInt, Note("E, the rank of the correction.", dimension=True)]
     pure_draft_prefix_len: Annotated[CountInt, Note("Predicting slots before the first corrected one.")] = 0
     shift_label: Annotated[Bool, Note("Whether the anchor's own slot predicts already.")] = False
 

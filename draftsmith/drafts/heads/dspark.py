@@ -61,7 +61,7 @@ def _read_head(fields: Fields, tensors: dict[str, Tensor]) -> dict[str, Any]:
     with_markov = fields.get("confidence_head_with_markov")
     if with_markov is None or enabled is False:  # without a confidence head the field says nothing
         hidden_size = fields.get("hidden_size")
-        with_markov = weight is not None and isinstance(hidden_size, int) and weight.shape[-1] > hidden_size
+        with_markov = weight is not None and isinstance(hidden_size, int) and weight.shape[-1:] > (hidden_size,)
     head = {
         "markov_rank": fields.get("markov_rank"),
         "markov_head_type": "vanilla" if head_type is None else head_type,
@@ -116,7 +116,9 @@ class DSparkHeadConfig(HeadConfig):
         },
     )
 
-    markov_rank: Annotated[CountInt, Note("R, the rank of the bias from the token before; 0: there is no bias.")]
+    markov_rank: Annotated[
+        CountInt, Note("R, the rank of the bias from the token before; 0: there is no bias.", dimension=True)
+    ]
     markov_head_type: Annotated[
         str,
         one_of(lambda: MARKOV_HEADS),
