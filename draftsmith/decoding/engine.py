@@ -29,7 +29,8 @@ class Engine:
 
     `decode` runs a request to its end. `submit` takes a request in and `step` works on all that were taken in: rows
     that end make room for rows that wait. Not safe for use by several threads at once. Raises `DraftsmithError` at
-    construction when draft and target do not fit, an option does not apply, or a CUDA device has no Triton beside it.
+    construction when draft and target do not fit, the target cannot be decoded, an option does not apply, or a CUDA
+    device has no Triton beside it.
     """
 
     def __init__(self, target: Target, draft: Draft | None = None, options: EngineOptions | None = None) -> None:
@@ -40,6 +41,7 @@ class Engine:
             need_triton(f"decoding on {target.device}")
         if options.graphs == "on" and not on_gpu:
             raise DraftsmithError(f"graphs is on, but the target is on {target.device}; set it to auto or off")
+        target.check_decoding()
         graphs = on_gpu and options.graphs != "off"
         self._lag = int(on_gpu) if options.steps_ahead is None else options.steps_ahead
         with current(target.device):

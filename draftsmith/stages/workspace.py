@@ -324,6 +324,7 @@ class Workspace(StoreStages):
         prompts = find_prompts(recipe.bench.prompts, "heldout")[: recipe.train.eval_prompts]
         if not is_first():
             return _not_asked
+        self.target.check_decoding()  # which else the first evaluation would find
         return by_generating(
             self.target,
             [self._chat.prompt_ids(prompt, 0, []) for prompt in prompts],

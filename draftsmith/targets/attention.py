@@ -6,9 +6,9 @@ cache entries of its own row at positions up to its own, and within the layer's 
 here depends on the library's own cache classes or on how it builds masks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
@@ -21,11 +21,13 @@ from draftsmith.targets.passes import CachedPass
 IMPLEMENTATION = "draftsmith"
 
 # Arguments of other attention functions that change the result and that this one does not compute.
-_UNSUPPORTED = ("attention_mask", "position_bias", "head_mask", "sinks", "indices", "block_indices")
+_UNSUPPORTED = ("position_bias", "head_mask", "sinks", "indices", "block_indices")
 
 
 class CachedAttention:
-    """The attention of one pass over a cache."""
+    """The attention of one pass over a cache. implementation: the name that a configuration has for it."""
+
+    implementation: ClassVar[str] = IMPLEMENTATION
 
     def __init__(self, run: CachedPass) -> None:
         self.run = run
@@ -52,15 +54,21 @@ class CachedAttention:
             query, stored.keys, stored.values, self.run.pattern(window), scale=scale, softcap=softcap, sinks=sinks
         )
 
+    def take_mask(self, layer: int, mask: Tensor | None, name: str) -> None:
+        """What a layer, whose class is called `name`, asks for as its mask. Raises `DraftsmithError` for any: who is
+        seen is decided here."""
+        if mask is not None:
+            raise _unsupported(name, ["attention_mask"])
 
-def _attention_function(
+
+def attention_function(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    draftsmith_attention: CachedAttention,
+    draftsmith_attention: CachedAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -68,15 +76,17 @@ def _attention_function(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The signature that Hugging Face models call; returns ([batch, w, heads, d], no attention weights)."""
-    options["attention_mask"] = attention_mask
+    if draftsmith_attention is None:
+        raise DraftsmithError(
+            f"{type(module).__name__} is not given the arguments that its decoder is called with, so that it cannot "
+            "attend over a cache; this target cannot be decoded with draftsmith"
+        )
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if not getattr(module, "is_causal", True):
         unsupported.append("is_causal=False")
     if unsupported:
-        raise DraftsmithError(
-            f"{type(module).__name__} asks for {', '.join(unsupported)}, which cached decoding does not support; "
-            "this target cannot be decoded with draftsmith"
-        )
+        raise _unsupported(type(module).__name__, unsupported)
+    draftsmith_attention.take_mask(module.layer_idx, attention_mask, type(module).__name__)  # type: ignore[arg-type]
     out = draftsmith_attention.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query,
@@ -101,14 +111,21 @@ class RecordingAttention(CachedAttention):
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention_function)
+def _unsupported(module: str, asked: Sequence[str]) -> DraftsmithError:
+    return DraftsmithError(
+        f"{module} asks for {', '.join(asked)}, which cached decoding does not support; this target cannot be decoded "
+        "with draftsmith"
+    )
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_function)
 
 
 @contextmanager
-def draftsmith_attention(config: PretrainedConfig) -> Iterator[None]:
+def draftsmith_attention(config: PretrainedConfig, implementation: str = IMPLEMENTATION) -> Iterator[None]:
     """While open, the model that `config` belongs to attends through this file; afterwards it is as it was."""
     before = config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
+    config._attn_implementation = implementation
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.device import need_triton
 from draftsmith.targets.attention import CachedAttention, RecordingAttention, draftsmith_attention
 from draftsmith.targets.cache import KeysValuesShape, Room, StaticCache, TargetCache
+from draftsmith.targets.cached_probe import check_cached
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.info import TargetInfo
@@ -67,6 +68,7 @@ class Target:
         self._decoder = model.get_decoder()
         self._layers = _decoder_layers(model, info.source)
         self._fused: FusedDecoder | None = None
+        self._decodable = False
         tell_window(info.source, info.text_config)
         check_ends(model, self._decoder, self._layers[0], ends)
 
@@ -208,8 +210,26 @@ class Target:
         """An empty cache for `slots` texts of up to `length` tokens, for `forward`; width: most tokens of a tentative
         pass.
 
-        Raises `DraftsmithError` for a target with layers of a kind that is not in `targets.layers`.
+        Raises `DraftsmithError` as `check_decoding`.
         """
+        self.check_decoding()
+        return self._allocate(slots, length, width)
+
+    def check_decoding(self) -> None:
+        """Raise `DraftsmithError`, with the reason, for a target that cannot be decoded: passes over a cache would not
+        give what its forward gives. Looked at once, on a few tokens (`targets.cached_probe`)."""
+        if self._decodable:
+            return
+
+        def run_over_cache(input_ids: Tensor, run: CachedPass, attention: CachedAttention) -> None:
+            with capturable_experts(self._decoder.config, self.device, self.dtype):
+                self._run_over_cache(input_ids, run, (), attention)
+
+        with torch.no_grad(), current(self.device):
+            check_cached(self._decoder, self.info, lambda length: self._allocate(1, length, 1), run_over_cache)
+        self._decodable = True
+
+    def _allocate(self, slots: int, length: int, width: int) -> StaticCache:
         kinds = self._layer_kinds()
         attention = self._attention_shapes
         shapes = [kind.shape(self.text_config, index, attention.get(index)) for index, kind in enumerate(kinds)]
@@ -275,22 +295,26 @@ class Target:
         return known_kinds(self.info.layer_kinds, self.source, self.text_config.model_type)
 
     def _run_over_cache(
-        self, input_ids: Tensor, run: CachedPass, tap_ids: Sequence[int]
+        self, input_ids: Tensor, run: CachedPass, tap_ids: Sequence[int], attention: CachedAttention | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The state after the final norm [B, w, H], and the outputs of the tapped layers [B, w, H] by tap id."""
-        if self._fused is not None:
+        """The state after the final norm [B, w, H], and the outputs of the tapped layers [B, w, H] by tap id.
+
+        attention: runs the model's own code with this one; None: by the fused layers where there are any.
+        """
+        if self._fused is not None and attention is None:
             return self._fused.forward(self.ends.embed(input_ids), run, tap_ids)
+        attention = attention or CachedAttention(run)
         kinds = self._layer_kinds()
         with ExitStack() as stack:
             outputs = stack.enter_context(tap_layers(self._layers, tap_ids, stop_after_last=False))
-            stack.enter_context(draftsmith_attention(self._decoder.config))
+            stack.enter_context(draftsmith_attention(self._decoder.config, attention.implementation))
             for index, (kind, layer) in enumerate(zip(kinds, self._layers, strict=True)):
                 stack.enter_context(kind.running(layer, index, run))
             states = self._decoder(
                 input_ids=input_ids,
                 position_ids=run.positions,
                 use_cache=False,
-                draftsmith_attention=CachedAttention(run),
+                draftsmith_attention=attention,
             ).last_hidden_state
         run.check_all_ran(self.num_layers, type(self._decoder).__name__)
         return states, outputs
