@@ -78,35 +78,18 @@ def regenerate(
     progress = progress or SilentProgress()
     _check_ids(prompts)
     file = AnswerFile(Path(out))
-    if options.endpoint is None:
-        local = _checked_target(target)
-        source = {
-            "source": local.source,
-            "revision": local.revision,
-            "dtype": str(local.dtype),
-            "template": template_fingerprint(local.tokenizer, data),
-        }
-    else:
-        if data.chat_template is not None:
-            raise DraftsmithError(
-                f"data.chat_template is {data.chat_template}, but a server renders with its own template; start the "
-                "server with that template and leave data.chat_template unset here"
-            )
-        source = {"model": options.endpoint.model, **data.model_dump(include={"system_prompt", "enable_thinking"})}
+    local = _checked_target(target) if options.endpoint is None else None
+    source = _source(local, options.endpoint, data)
     done = file.resume({**_asked(options), "target": source}, prompts)
     missing = [prompt for prompt in prompts if prompt.id not in done]
     report = RegenerateReport(file.path, prompts=len(prompts), resumed=len(done))
     refusals = RefusedPrompts(file.path, len(prompts), options.max_refused_share)
-    if options.endpoint is None:
+    if local is not None:
         missing = fitting(missing, local, data, refusals)
         refusals.check_share()
     if missing:
         with progress.stage("regenerate", total=len(missing), unit="prompts") as stage:
-            if options.endpoint is None:
-                outcomes = answer_locally(local, missing, options, data, engine or EngineOptions())
-            else:
-                outcomes = _by_endpoint(options.endpoint, missing, options, data)
-            for outcome in outcomes:
+            for outcome in _outcomes(local, missing, options, data, engine or EngineOptions()):
                 file.append(outcome.records)
                 report.answered += len(outcome.records)
                 report.tokens += outcome.tokens
@@ -144,6 +127,38 @@ def unanswered(out: str | Path, prompts: Sequence[Prompt]) -> list[str]:
 def _asked(options: RegenerateOptions) -> dict[str, Any]:
     """What answers depend on beside the target."""
     return options.model_dump(exclude=set(options.WITHOUT_EFFECT))
+
+
+def _source(local: Target | None, endpoint: EndpointOptions | None, data: DataOptions) -> dict[str, Any]:
+    """Who answers, and how prompts are rendered: one of the two is given."""
+    if local is not None:
+        return {
+            "source": local.source,
+            "revision": local.revision,
+            "dtype": str(local.dtype),
+            "template": template_fingerprint(local.tokenizer, data),
+        }
+    assert endpoint is not None
+    if data.chat_template is not None:
+        raise DraftsmithError(
+            f"data.chat_template is {data.chat_template}, but a server renders with its own template; start the "
+            "server with that template and leave data.chat_template unset here"
+        )
+    return {"model": endpoint.model, **data.model_dump(include={"system_prompt", "enable_thinking"})}
+
+
+def _outcomes(
+    local: Target | None,
+    prompts: Sequence[Prompt],
+    options: RegenerateOptions,
+    data: DataOptions,
+    engine: EngineOptions,
+) -> Iterator[Outcome]:
+    """Answers by the target here, or by the server that `options` names."""
+    if local is not None:
+        return answer_locally(local, prompts, options, data, engine)
+    assert options.endpoint is not None
+    return _by_endpoint(options.endpoint, prompts, options, data)
 
 
 def _by_endpoint(
