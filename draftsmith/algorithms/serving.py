@@ -1,4 +1,4 @@
-"""How servers are told to run a method's drafts (flags as of SGLang 0.5.23 and vLLM 0.33.0).
+"""How servers are told to run a method's drafts (flags as of SGLang 0.5.23 and vLLM 0.32.0).
 
 Which drafts a server can run at all is `layouts.consumers`' to say.
 """

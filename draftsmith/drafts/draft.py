@@ -173,6 +173,25 @@ class Draft(nn.Module, Generic[HeadT, NetworkT]):
         view.config = self.config.replace(block_size=block_size)
         return view
 
+    @torch.no_grad()
+    def with_ascending_taps(self) -> "Draft":
+        """The same draft, reading its taps in ascending order: `fc`'s columns move with their layers.
+
+        Servers hand layers over in that order, whatever order the draft's files name.
+        """
+        taps, hidden = self.config.target_layer_ids, self.config.hidden_size
+        if list(taps) == sorted(taps):
+            return self
+        order = [taps.index(tap_id) for tap_id in sorted(taps)]
+        with torch.device("meta"):
+            reordered = Draft(self.config.replace(target_layer_ids=tuple(sorted(taps))))
+        reordered.load_state_dict(self.state_dict(), assign=True)
+        fc = reordered.backbone.fc
+        fc.weight = nn.Parameter(
+            fc.weight.unflatten(1, (len(taps), hidden))[:, order].flatten(1), requires_grad=fc.weight.requires_grad
+        )
+        return reordered.train(self.training)
+
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Each layer's attention pattern; a `BlockAttention` has to know all of them."""

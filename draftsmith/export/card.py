@@ -6,7 +6,7 @@ from typing import Any
 
 from draftsmith.algorithms.registry import algorithm
 from draftsmith.drafts.config import DraftConfig
-from draftsmith.export.serve import NotServed, is_hub_id, serve_commands
+from draftsmith.export.serve import NotServed, ServedTarget, is_hub_id, serve_commands
 from draftsmith.training.record import RunRecord
 from draftsmith.training.sums import Averages
 
@@ -41,8 +41,9 @@ class Training:
     measured: Measured | None
 
 
-def model_card(config: DraftConfig, layout: str, target: str, directory: str, training: Training) -> str:
-    """The card in Markdown. config: as written; target: hub id or path; directory: where the draft is served from."""
+def model_card(config: DraftConfig, layout: str, served: ServedTarget, directory: str, training: Training) -> str:
+    """The card in Markdown. config: as written; served: the target; directory: where the draft is served from."""
+    target = served.source
     method = algorithm(training.record.draft_section["algorithm"])
     rows = _facts(config, layout, target, training)
     lines = [
@@ -58,9 +59,9 @@ def model_card(config: DraftConfig, layout: str, target: str, directory: str, tr
         "",
         "## Serving",
     ]
-    for server, served in serve_commands(config, layout, target, directory).items():
+    for server, way in serve_commands(config, layout, served, directory).items():
         lines += ["", f"{server}:", ""]
-        lines += [served.reason] if isinstance(served, NotServed) else ["```bash", served, "```"]
+        lines += [way.reason] if isinstance(way, NotServed) else ["```bash", way, "```"]
     if config.rope.type == "yarn":
         lines += [
             "",

@@ -13,6 +13,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.export.card import CARD_FILE, Measured, Training, model_card
 from draftsmith.export.fingerprint import fingerprint
 from draftsmith.export.options import ExportOptions
+from draftsmith.export.serve import ServedTarget
 from draftsmith.export.verify import verify_export
 from draftsmith.layouts import CARRY_TARGET, WRITABLE, TargetParts
 from draftsmith.targets.ends import TargetEnds
@@ -48,7 +49,7 @@ def export_run(
         raise DraftsmithError(f"export.layout is {options.layout!r}; allowed: {', '.join(map(repr, WRITABLE))}")
     checkpoint = find_checkpoint(run_dir, options.which)
     record = read_record(run_dir)
-    draft = load_run(run_dir, options.which)
+    draft = load_run(run_dir, options.which).with_ascending_taps()
     if options.rope_scaling is not None:
         draft = _reconfigured(draft, options.rope_scaling.applied_to(draft.config))
     target = target or TargetOptions(path=record.target["source"], revision=record.target["revision"])
@@ -59,7 +60,7 @@ def export_run(
         checkpoint.position.evaluation,
         (measured or {}).get(_fingerprint(draft)),
     )
-    card = model_card(draft.config, options.layout, target.path, str(out), training)
+    card = model_card(draft.config, options.layout, ServedTarget.at_hand(target), str(out), training)
 
     def check(written: Path) -> None:
         verify_export(written, draft, ends, place=out)

@@ -4,12 +4,18 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
 
 from draftsmith.algorithms.registry import algorithm_for
 from draftsmith.drafts.config import DraftConfig
 from draftsmith.drafts.directory import family
 from draftsmith.layouts.consumers import SGLANG, VLLM, VLLM_SPECULATORS, Consumer
+from draftsmith.targets.location import locate
+from draftsmith.targets.options import TargetOptions
+from draftsmith.targets.servers import SGLANG_DFLASH_TAPS, SGLANG_EAGLE3_TAPS, VLLM_TAPS, LayerTaps, architecture_of
 
 # Layouts that a server reads; which drafts it runs as they were trained is in the consumers' tables.
 _SGLANG_READS = {"zlab": SGLANG, "sglang": SGLANG}
@@ -24,13 +30,36 @@ class NotServed:
     reason: str
 
 
+@dataclass(frozen=True)
+class ServedTarget:
+    """A target as servers see it. source: hub id or path as the user names it; path: where a server loads it from, of a
+    GGUF file its conversion; architecture: the class that its configuration names, None where that is not at hand."""
+
+    source: str
+    path: str
+    architecture: str | None = None
+
+    @classmethod
+    def at_hand(cls, target: TargetOptions) -> "ServedTarget":
+        """What this machine's disk says of a target; nothing is downloaded, and a target need not be there."""
+        local = Path(target.path).expanduser()
+        path = locate(local).name if local.suffix == ".gguf" and local.is_file() else target.path
+        try:
+            config = AutoConfig.from_pretrained(path, revision=target.revision, local_files_only=True)
+        except (OSError, ValueError):  # not here, or of a kind that only its own code knows
+            return cls(target.path, path)
+        return cls(target.path, path, architecture_of(config))
+
+
 _NO_WAY = NotServed("Not served: it has no way of drafting for this method.")
 
 
-def serve_commands(config: DraftConfig, layout: str, target: str, directory: str) -> dict[str, str | NotServed]:
+def serve_commands(
+    config: DraftConfig, layout: str, target: ServedTarget, directory: str
+) -> dict[str, str | NotServed]:
     """Server and version -> the shell command that serves the draft at `directory`, or why that server does not run it.
 
-    config: as written; target: hub id or path of the target.
+    config: as written.
     """
     return {
         f"SGLang {SGLANG.version}": _sglang(config, layout, target, directory),
@@ -43,12 +72,13 @@ def is_hub_id(target: str) -> bool:
     return _HUB_ID.fullmatch(target) is not None and not target.endswith(".gguf")
 
 
-def _sglang(config: DraftConfig, layout: str, target: str, directory: str) -> str | NotServed:
+def _sglang(config: DraftConfig, layout: str, target: ServedTarget, directory: str) -> str | NotServed:
     served = algorithm_for(config).serving(config).sglang
-    refusal = _refusal(config, layout, _SGLANG_READS)
+    taps = SGLANG_EAGLE3_TAPS if served is not None and served.method == "EAGLE3" else SGLANG_DFLASH_TAPS
+    refusal = _refusal(config, layout, _SGLANG_READS, taps, target)
     if refusal is not None or served is None:
         return refusal or _NO_WAY
-    words = ["python", "-m", "sglang.launch_server", "--model-path", target]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target.path]
     words += ["--speculative-algorithm", served.method, "--speculative-draft-model-path", directory]
     words += ["--speculative-num-draft-tokens", str(served.tokens)]
     if scaling := _target_scaling(config):
@@ -56,24 +86,29 @@ def _sglang(config: DraftConfig, layout: str, target: str, directory: str) -> st
     return _command(words)
 
 
-def _vllm(config: DraftConfig, layout: str, target: str, directory: str) -> str | NotServed:
+def _vllm(config: DraftConfig, layout: str, target: ServedTarget, directory: str) -> str | NotServed:
     served = algorithm_for(config).serving(config).vllm
-    refusal = _refusal(config, layout, _VLLM_READS)
+    refusal = _refusal(config, layout, _VLLM_READS, VLLM_TAPS, target)
     if refusal is not None or served is None:
         return refusal or _NO_WAY
     speculative = {"method": served.method, "model": directory, "num_speculative_tokens": served.tokens}
-    words = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+    words = ["vllm", "serve", target.path, "--speculative-config", json.dumps(speculative)]
     if scaling := _target_scaling(config):
         words += ["--hf-overrides", json.dumps(scaling)]
     return _command(words)
 
 
-def _refusal(config: DraftConfig, layout: str, readers: dict[str, Consumer]) -> NotServed | None:
+def _refusal(
+    config: DraftConfig, layout: str, readers: dict[str, Consumer], taps: LayerTaps, target: ServedTarget
+) -> NotServed | None:
     if layout not in readers:
         known = " or ".join(map(repr, readers))
         return NotServed(f"Not from layout {layout!r}; export it again in layout {known}.")
     faults = readers[layout].faults(config.to_dict(), family())
-    return NotServed(f"Not this draft: {'; '.join(faults)}.") if faults else None
+    if faults:
+        return NotServed(f"Not this draft: {'; '.join(faults)}.")
+    fault = taps.fault(target.architecture)
+    return NotServed(f"Not with this target: {fault}.") if fault else None
 
 
 def _target_scaling(config: DraftConfig) -> dict[str, Any]:

@@ -99,7 +99,7 @@ BARE: Mapping[str, Any] = {**SINKS_ONLY, "attention_sinks": False}
 
 SGLANG = Consumer("sglang", "0.5.23", "sglang")
 
-VLLM = Consumer("vllm", "0.33.0", "vllm")
+VLLM = Consumer("vllm", "0.32.0", "vllm")
 """vLLM on z-lab's layout."""
 
 SPECULATORS = Consumer("speculators", "0.9.0", "speculators", (_one_causality,))

@@ -26,6 +26,8 @@ from draftsmith.targets.target import Target
 from draftsmith.training.record import load_run
 from draftsmith.training.run import train
 from draftsmith.training.source import StoreSource
+from tests.support.tiny import tiny_target
+from tests.support.tiny_draft import tiny_draft
 from tests.training.counting import BASE, QUIET, counting_store, counting_target, identity_of, options
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -177,10 +179,43 @@ def test_the_card_says_what_the_draft_is_and_how_it_is_served(
     ]
     if vllm is None:
         assert len(commands) == 1
-        assert "Not this draft: vllm 0.33.0 does not load 'domino' drafts" in card
+        assert "Not this draft: vllm 0.32.0 does not load 'domino' drafts" in card
     else:
         assert commands[1][:4] == ["vllm", "serve", "org/model", "--speculative-config"]
         assert json.loads(commands[1][4]) == {"method": vllm, "model": str(out), "num_speculative_tokens": proposals}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sglang", "vllm"),
+    [("llama", True, True), ("qwen2", False, True), ("gemma3", False, False)],
+)
+def test_the_card_knows_targets_that_a_server_cannot_tap(
+    runs: dict[str, Path], tmp_path: Path, kind: str, sglang: bool, vllm: bool
+) -> None:
+    tiny_target(kind).model.save_pretrained(tmp_path / "target")
+    target = TargetOptions(path=str(tmp_path / "target"))
+    export_run(runs["dflash"], ExportOptions(which="last"), tmp_path / "draft", target=target)
+    card = (tmp_path / "draft" / "README.md").read_text()
+    assert ("-m sglang.launch_server" in card) is sglang
+    assert ("vllm serve" in card) is vllm
+    refusals = [line for line in card.splitlines() if line.startswith("Not with this target: ")]
+    assert len(refusals) == (not sglang) + (not vllm)
+    assert all("so no layer can be tapped" in line for line in refusals)
+
+
+def test_taps_are_written_in_ascending_order_and_the_draft_stays_the_same(tmp_path: Path) -> None:
+    """Servers hand layers over by number, whatever order a file names them in."""
+    target = counting_target()
+    layers = (2, 0, 3)
+    draft = tiny_draft(target, target_layer_ids=layers)
+    ordered = draft.with_ascending_taps()
+    assert ordered.config.target_layer_ids == (0, 2, 3)
+    assert not torch.equal(draft.backbone.fc.weight, ordered.backbone.fc.weight)
+    features = {layer: torch.randn(1, 5, target.hidden_size) for layer in layers}
+    read = [torch.cat([features[layer] for layer in each.config.target_layer_ids], dim=-1) for each in (draft, ordered)]
+    ours, theirs = (each.backbone.fc(row) for each, row in zip((draft, ordered), read, strict=True))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert ordered.with_ascending_taps() is ordered
 
 
 def test_the_card_sends_a_server_to_a_layout_that_it_reads(

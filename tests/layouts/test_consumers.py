@@ -86,7 +86,7 @@ def test_every_dspark_head_is_found(tmp_path: Path, head: int) -> None:
     for reader in READERS[:4]:
         consumer, faults = reader.consumer, []
         if consumer in (VLLM, VLLM_SPECULATORS) and kind != "vanilla":
-            faults = [f"head.markov_head_type is {kind!r}; vllm 0.33.0 computes 'vanilla' only"]
+            faults = [f"head.markov_head_type is {kind!r}; vllm 0.32.0 computes 'vanilla' only"]
         if consumer is SGLANG and rank == 0:
             faults = ["head.markov_rank is 0; sglang 0.5.23 computes 1 or more only"]
         assert consumer.faults(draft.config.to_dict(), family()) == faults
