@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 RUN := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: demo test lint interop docs results clean help
+.PHONY: demo test lint interop interop-vllm docs results clean help
 
 help:
 	@echo "make demo     the whole way on a small real model, CPU or GPU (minutes)"
 	@echo "make test     all tests"
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make interop  the tests against other projects' packages"
+	@echo "make interop-vllm  the tests against vLLM on a CPU"
 	@echo "make docs     the documentation as pages, below site/"
 	@echo "make results  the tables of docs/results.md (a GPU, half an hour; see there)"
 	@echo "make clean    removes .venv"
@@ -54,11 +55,18 @@ $(VENV)/interop: $(VENV)/test
 	.venv-interop/bin/python -m pip uninstall -q -y torchvision torchaudio
 	touch $@
 
+# vLLM's build for CPUs. What it asks for beside torch is built for another torch, and breaks its import.
+.venv-interop-vllm/made: $(VENV)/base tests/interop_env/vllm-requirements.txt
+	$(PYTHON) -m venv .venv-interop-vllm
+	.venv-interop-vllm/bin/python -m pip install -q -r tests/interop_env/vllm-requirements.txt
+	.venv-interop-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
 demo: $(VENV)/demo
 	$(BIN)/draftsmith demo
 
 test: $(VENV)/test
-	$(RUN)
+	$(RUN) -m "not vllm"
 
 lint: $(VENV)/test
 	$(BIN)/ruff check .
@@ -68,6 +76,11 @@ lint: $(VENV)/test
 
 interop: $(VENV)/interop .venv-interop/made
 	$(RUN) -m interop
+
+# One test after the other: an engine takes every core. VLLM_TESTS='vllm and not slow' leaves out what takes longest.
+VLLM_TESTS ?= vllm
+interop-vllm: $(VENV)/test .venv-interop-vllm/made
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(VLLM_TESTS)" tests/interop_vllm
 
 docs: .venv-docs/made
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
@@ -83,4 +96,4 @@ results: $(VENV)/demo
 		$(foreach p,$(PROMPTS),--prompts $(p))
 
 clean:
-	rm -rf $(VENV) .venv-interop .venv-docs
+	rm -rf $(VENV) .venv-interop .venv-interop-vllm .venv-docs

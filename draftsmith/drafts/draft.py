@@ -174,7 +174,7 @@ class Draft(nn.Module, Generic[HeadT, NetworkT]):
         return view
 
     @torch.no_grad()
-    def with_ascending_taps(self) -> "Draft":
+    def with_ascending_taps(self: "Draft[HeadT, Backbone]") -> "Draft[HeadT, Backbone]":
         """The same draft, reading its taps in ascending order: `fc`'s columns move with their layers.
 
         Servers hand layers over in that order, whatever order the draft's files name.
@@ -184,7 +184,7 @@ class Draft(nn.Module, Generic[HeadT, NetworkT]):
             return self
         order = [taps.index(tap_id) for tap_id in sorted(taps)]
         with torch.device("meta"):
-            reordered = Draft(self.config.replace(target_layer_ids=tuple(sorted(taps))))
+            reordered: Draft[HeadT, Backbone] = Draft(self.config.replace(target_layer_ids=tuple(sorted(taps))))
         reordered.load_state_dict(self.state_dict(), assign=True)
         fc = reordered.backbone.fc
         fc.weight = nn.Parameter(

@@ -24,15 +24,18 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class ChatAnswer:
     """message: role, content and perhaps reasoning_content; finish_reason: "stop" or "length"; tokens: as the server
-    counts them, 0 where it does not say."""
+    counts them, 0 where it does not say; token_ids: the generated tokens with their stop token, None where the server
+    does not return them."""
 
     message: dict[str, str]
     finish_reason: str
     tokens: int
+    token_ids: list[int] | None = None
 
 
-def sampling_fields(options: RegenerateOptions) -> dict[str, Any]:
-    """Every field by which vLLM and SGLang sample, none left to the server.
+def request_fields(options: RegenerateOptions) -> dict[str, Any]:
+    """Every field by which vLLM and SGLang sample, none left to the server, and that answers come whole: with their
+    token ids, and with the special tokens by which some models structure them.
 
     Where a request is silent, these servers take what the target's `generation_config.json` says (a repetition penalty
     of 1.1, top_k 20), and greedy answers are then not the target's. A top_k of -1 is off for both; SGLang refuses 0.
@@ -47,6 +50,8 @@ def sampling_fields(options: RegenerateOptions) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
     }
     left_out = () if options.endpoint is None else options.endpoint.leave_out
     return {name: value for name, value in fields.items() if name not in left_out}
@@ -109,6 +114,8 @@ class ChatEndpoint:
             # vLLM's name, and the one that it had before, which others still use.
             reasoning = message.get("reasoning") or message.get("reasoning_content")
             tokens = int((reply.get("usage") or {}).get("completion_tokens") or 0)
+            returned = choice.get("token_ids")
+            token_ids = None if returned is None else [int(token) for token in returned]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise DraftsmithError(
                 f"prompt {prompt_id!r}: the reply of {self.url} is not a chat completion ({error!r}): "
@@ -123,7 +130,7 @@ class ChatEndpoint:
             )
         if not answer["content"].strip() and not (reasoning or "").strip():
             raise PromptRefused(prompt_id, f"{self.url} gave an empty answer ({message['content']!r})")
-        return ChatAnswer(answer, finish_reason, tokens)
+        return ChatAnswer(answer, finish_reason, tokens, token_ids)
 
 
 def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], concurrency: int) -> Iterator[Result]:

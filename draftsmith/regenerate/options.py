@@ -22,10 +22,21 @@ class EndpointOptions(BaseModel):
     backoff_seconds: float = Field(default=1.0, gt=0.0, description="The first wait; each next one is twice as long.")
     timeout_seconds: float = Field(default=600.0, gt=0.0, description="The longest wait for one answer.")
     leave_out: tuple[
-        Literal["n", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"], ...
+        Literal[
+            "n",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "return_token_ids",
+            "skip_special_tokens",
+        ],
+        ...,
     ] = Field(
         default=(),
-        description="Sampling fields that the server does not know and refuses; what it then does is its own affair.",
+        description="Fields of a request that the server does not know and refuses; what it then does is its own "
+        "affair.",
     )
 
 

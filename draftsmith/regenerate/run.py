@@ -14,7 +14,7 @@ from draftsmith.decoding.options import EngineOptions
 from draftsmith.errors import DraftsmithError
 from draftsmith.regenerate.answers import AnswerFile
 from draftsmith.regenerate.dialogue import Dialogue
-from draftsmith.regenerate.endpoint import ChatEndpoint, in_parallel, sampling_fields
+from draftsmith.regenerate.endpoint import ChatEndpoint, in_parallel, request_fields
 from draftsmith.regenerate.local import answer_locally, fitting
 from draftsmith.regenerate.options import EndpointOptions, RegenerateOptions
 from draftsmith.regenerate.outcome import Outcome
@@ -61,7 +61,8 @@ def regenerate(
     """Writes the target's answers to `out`, a line a prompt in their order: {id, category?, messages,
     answer_token_ids?, finish_reason}.
 
-    `answer_token_ids` are the generated tokens of each answer, of which training learns; the local engine gives them.
+    `answer_token_ids` are the generated tokens of each answer, of which training learns; the local engine gives them,
+    and so do servers that return them (vLLM, SGLang).
     Each turn is asked after the earlier ones and their answers; a conversation ends early with an answer that meets the
     length limit. With `options.endpoint` a server answers, and `target` may be None. Answers are appended and made
     durable batch by batch; a run that stopped goes on with what is missing, and a finished one changes nothing. `data`
@@ -165,7 +166,7 @@ def _by_endpoint(
     endpoint: EndpointOptions, prompts: Sequence[Prompt], options: RegenerateOptions, data: DataOptions
 ) -> Iterator[Outcome]:
     """Answers by a server, each conversation as it is finished."""
-    settings = sampling_fields(options)
+    settings = request_fields(options)
     if data.enable_thinking is not None:
         settings["chat_template_kwargs"] = {"enable_thinking": data.enable_thinking}
 
@@ -179,7 +180,7 @@ def _by_endpoint(
             except PromptRefused as refused:
                 return Outcome([], dialogue.tokens, (refused,))
             dialogue.tokens += answer.tokens
-            dialogue.answer(answer.message, answer.finish_reason)
+            dialogue.answer(answer.message, answer.finish_reason, answer.token_ids)
         return Outcome([dialogue.record()], dialogue.tokens)
 
     with ChatEndpoint(endpoint) as server:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.every_method import METHODS
 
 ROOT = Path(__file__).parents[2]
-NOT_EVERYWHERE = {"gpu", "interop", "skip", "skipif", "xfail"}
+NOT_EVERYWHERE = {"gpu", "interop", "vllm", "skip", "skipif", "xfail"}
 """Marks of tests that a check on a CPU may leave out."""
 
 

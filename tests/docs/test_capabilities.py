@@ -20,6 +20,7 @@ from draftsmith.capture.sglang import check_capture
 from draftsmith.drafts.directory import family
 from draftsmith.drafts.draft import Draft
 from draftsmith.errors import DraftsmithError
+from draftsmith.export.serve import NotServed, ServedTarget, serve_commands
 from draftsmith.layouts import LAYOUTS, WRITABLE
 from tests.docs.showing import collect, runs_everywhere, shown_methods
 from tests.layouts.drafts import HEADS, simple_draft, target_ends
@@ -36,6 +37,8 @@ EXPORTS = "tests/export/test_export_run.py::test_every_layout_holds_the_runs_dra
 LOSSLESS = "tests/test_losslessness.py"
 ROLLOUTS = "tests/algorithms/test_rollouts.py"
 DPACE = "tests/families/test_dta.py::test_dpace_commits_the_maximum"
+VLLM_CAPTURES = "tests/interop_vllm/test_capture.py::test_features_of_every_method"
+VLLM_DECODES = "tests/interop_vllm/test_drafts.py::test_tokens_and_verifies_are_those_of_draftsmiths_engine"
 SHOWN: dict[str, dict[str, list[str]]] = {
     "methods": {"train": [LEARNS]},
     "capture": {"hf": [LEARNS], "train.features=online": [LEARNS]},
@@ -59,6 +62,17 @@ SHOWN: dict[str, dict[str, list[str]]] = {
     },
 }
 """Table -> column -> tests: FILE::FUNCTION with all its parameters, or one of them, in which METHOD is each method."""
+RUN: dict[str, dict[str, list[str]]] = {
+    "capture": {"vllm": [f"{VLLM_CAPTURES}[METHOD]"]},
+    "servers": {f"vLLM, {layout}": [f"{VLLM_DECODES}[METHOD-{layout}]"] for layout in ("zlab", "speculators")},
+}
+"""As `SHOWN`, of tests that run another program, where `make interop-vllm` has installed it."""
+IMITATED: dict[str, dict[str, list[str]]] = {
+    "capture": {"sglang": ["tests/capture/test_sglang_backend.py"]},
+    "servers": {"SGLang, sglang": ["tests/layouts/test_consumers.py"]},
+}
+"""Table -> column -> files of tests that answer as another program does."""
+SHOWN_OR_RUN = [tests for tables in (SHOWN, RUN) for columns in tables.values() for tests in columns.values()]
 
 
 def table(page: str, name: str) -> dict[str, dict[str, str]]:
@@ -83,15 +97,15 @@ def word(cell: str) -> str:
 
 @cache
 def collected():
-    templates = [template for columns in SHOWN.values() for tests in columns.values() for template in tests]
+    templates = [template for tests in SHOWN_OR_RUN for template in tests]
     named = [*templates, DPACE, f"{LOSSLESS}::test_greedy_equals_plain_decoding"]
     return collect({template.partition("::")[0] for template in named})
 
 
-def methods_of(template: str) -> set[str]:
-    """The methods that a test of `SHOWN` shows something of."""
+def methods_of(template: str, where=runs_everywhere) -> set[str]:
+    """The methods that a test of `SHOWN` or `RUN` shows something of; where: which tests count."""
     name, bracket, _ = template.partition("[")
-    items = [item for item in collected()[name] if runs_everywhere(item)] if name in collected() else []
+    items = [item for item in collected()[name] if where(item)] if name in collected() else []
     if not bracket:
         return {method for item in items for method in shown_methods(item)}
     wanted = {template.replace("METHOD", method) for method in METHODS}
@@ -101,15 +115,29 @@ def methods_of(template: str) -> set[str]:
 def is_shown(name: str, column: str, method: Algorithm) -> bool:
     """Whether a test shows it for the method; for what is done with its drafts, which of a method say its architecture
     only, one of any method with that architecture will do."""
-    covered = {shown for template in SHOWN[name].get(column, []) for shown in methods_of(template)}
+    covered = {shown for template in SHOWN.get(name, {}).get(column, []) for shown in methods_of(template)}
     names = {method.name, method.architecture} if name in ("layouts", "decoding") else {method.name}
     return bool(covered & names)
+
+
+def is_run(name: str, column: str, method: Algorithm) -> bool:
+    """As `is_shown`, by tests that run another program."""
+    return any(method.name in methods_of(template, runs_vllm) for template in RUN.get(name, {}).get(column, []))
+
+
+def runs_vllm(item: pytest.Item) -> bool:
+    return item.get_closest_marker("vllm") is not None and item.get_closest_marker("slow") is None
 
 
 def test_every_test_named_here_is_there_and_runs_on_any_machine():
     for columns in SHOWN.values():
         for template in (template for tests in columns.values() for template in tests):
             assert methods_of(template), f"{template}: no such test, or one that is not always run"
+    for columns in RUN.values():
+        for template in (template for tests in columns.values() for template in tests):
+            assert methods_of(template, runs_vllm), f"{template}: no such test, or not one of `make interop-vllm`"
+    for columns in IMITATED.values():
+        assert all((DOCS.parent / file).is_file() for files in columns.values() for file in files)
     assert methods_of(DPACE) == {"dflash"}
 
 
@@ -145,6 +173,10 @@ def check(name: str, method: Algorithm, accepts: dict[str, list[bool]]) -> None:
     for column, variants in accepts.items():
         if not any(variants):
             wanted = "refused"
+        elif is_run(name, column, method):
+            wanted = "run"
+        elif column in IMITATED.get(name, {}):
+            wanted = "imitated"
         elif not is_shown(name, column, method):
             wanted = "untested"
         else:
@@ -152,7 +184,7 @@ def check(name: str, method: Algorithm, accepts: dict[str, list[bool]]) -> None:
         assert word(said[column]) == wanted, f"{method.name}, {column}: {said[column]}; the code accepts {variants}"
 
 
-@pytest.mark.parametrize("name", ["capture", "layouts", "decoding"])
+@pytest.mark.parametrize("name", ["capture", "layouts", "servers", "decoding"])
 def test_every_method_has_its_row(name):
     assert set(table("capabilities.md", f"table: {name}")) == set(METHODS)
 
@@ -181,6 +213,19 @@ def test_capture(method: Algorithm):
     )
     accepts["sglang"] = accepted(lambda: check_capture(layout, 40, None, SglangOptions()))
     check("capture", method, {column: [accepts_it] for column, accepts_it in accepts.items()})
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_servers(method: Algorithm):
+    heads = range(len(HEADS[method.architecture]))
+    configs = [simple_draft(method.architecture, head).config for head in heads]
+    served: dict[str, list[bool]] = {}
+    for column in ("vLLM, zlab", "vLLM, speculators", "SGLang, sglang"):
+        server, layout = column.split(", ")
+        ways = [serve_commands(config, layout, ServedTarget("target", "target"), "draft") for config in configs]
+        said = [next(way for name, way in each.items() if name.startswith(server)) for each in ways]
+        served[column] = [not isinstance(way, NotServed) for way in said]
+    check("servers", method, served)
 
 
 @pytest.fixture

@@ -135,6 +135,8 @@ def test_the_request_says_what_was_configured(server: Server, tmp_path: Path, mo
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
         "chat_template_kwargs": {"enable_thinking": False},
     }
     assert [message["role"] for message in lines(tmp_path / "out.jsonl")[0]["messages"]] == ["user", "assistant"]
@@ -172,6 +174,20 @@ def test_reasoning_and_cut_answers_are_kept(server: Server, tmp_path: Path) -> N
     assert second["messages"][1:] == [{"role": "assistant", "content": "", "reasoning_content": "hmm"}]
     assert second["finish_reason"] == "length"
     assert report.cut == 1
+
+
+def test_token_ids_are_kept_where_every_answer_has_them(server: Server, tmp_path: Path) -> None:
+    def with_ids(ids: Any) -> tuple[int, Any]:
+        reply = completion("two")
+        reply["choices"][0]["token_ids"] = ids
+        return 200, reply
+
+    server.replies = {"one": [with_ids([4, 2])], "three": [with_ids([5])], "four": [with_ids(None)]}
+    prompts = [Prompt("a", ("one",)), Prompt("b", ("three", "four"))]
+    regenerate(None, prompts, tmp_path / "out.jsonl", options(server))
+    first, second = lines(tmp_path / "out.jsonl")
+    assert first["answer_token_ids"] == [[4, 2]]
+    assert "answer_token_ids" not in second
 
 
 def test_concurrency_is_used_and_bounded(server: Server, tmp_path: Path) -> None:
