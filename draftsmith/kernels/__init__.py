@@ -1,1 +1,2 @@
-"""Fused operations, each with the plain PyTorch reference that it equals: in its own file, or where it is used."""
+"""Fused operations. A file holds an operation's plain PyTorch reference, its Triton kernel, and one public function,
+which picks between them by device (`device.uses_kernels`)."""
