@@ -27,6 +27,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize(("width", "window", "dim"), [(32, None, 128), (64, None, 64), (17, 5, 96), (64, 300, 128)])
 def test_the_kernel_equals_its_reference(dtype: torch.dtype, width: int, window: int | None, dim: int) -> None:
     from draftsmith.kernels.attention.block_attention import block_attention, block_attention_reference
+    from draftsmith.kernels.attention.visibility import CachePattern
 
     generator = torch.Generator("cuda").manual_seed(width)
     options = {"device": "cuda", "generator": generator}
@@ -35,13 +36,13 @@ def test_the_kernel_equals_its_reference(dtype: torch.dtype, width: int, window:
     parents = random_parents(3, width - 1, torch.Generator().manual_seed(width))
     start = torch.tensor([[3], [700], [1400]])
     where, ancestors = (start + depths_of(parents)).cuda(), ancestors_of(parents).cuda()
-    shared = {"scale": dim**-0.5, "causal": True, "window": window}
-    found = block_attention(q, k, v, where, **shared, ancestors=ancestors)
-    expected = block_attention_reference(q, k, v, where, **shared, ancestors=ancestors)
+    scale, tree = dim**-0.5, CachePattern(where, True, window, ancestors)
+    found = block_attention(q, k, v, tree, scale=scale)
+    expected = block_attention_reference(q, k, v, tree, scale=scale)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     chain, line = (start + torch.arange(width)).cuda(), ancestors_of(torch.arange(-1, width - 2).expand(3, -1)).cuda()
-    as_tree = block_attention(q, k, v, chain, **shared, ancestors=line)
-    assert torch.equal(as_tree, block_attention(q, k, v, chain, **shared))
+    as_tree = block_attention(q, k, v, CachePattern(chain, True, window, line), scale=scale)
+    assert torch.equal(as_tree, block_attention(q, k, v, CachePattern(chain, True, window), scale=scale))
     assert not torch.equal(as_tree, found)
 
 
