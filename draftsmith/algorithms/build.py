@@ -13,14 +13,18 @@ from draftsmith.layouts.rope_fields import one_position
 from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.taps import default_tap_ids
 
+# The base of a draft's rope where the target has no positions of its own (Vaswani et al., 2017).
+_ROPE_THETA = 10_000.0
+
 
 def draft_config(section: DraftSection, target: TargetInfo, checkpoint: DraftConfig | None = None) -> DraftConfig:
     """The draft that `section` describes, for `target`.
 
     What the section leaves out comes from `checkpoint`, the configuration of the draft at `section.init_from`
     (`copied_fields` says what that is); without one, attention heads, MLP width, rope, norm epsilon and positions are
-    the target's, layers are all full attention, and as many target layers are tapped, evenly spread, as the draft has
-    layers. What no default can know (`mask_token_id`, `block_size`, `num_hidden_layers`) is an error when missing.
+    the target's (`TargetInfo` says which, where its layers differ), layers are all full attention, and as many target
+    layers are tapped, evenly spread, as the draft has layers. What no default can know (`mask_token_id`, `block_size`,
+    `num_hidden_layers`) is an error when missing.
     """
     method = algorithm(section.algorithm)
     if section.init_from is not None and checkpoint is None:
@@ -81,7 +85,7 @@ def _fresh(section: DraftSection, target: TargetInfo) -> dict[str, Any]:
         "num_attention_heads": target.heads,
         "num_key_value_heads": target.kv_heads,
         "head_dim": target.head_dim,
-        "intermediate_size": text.intermediate_size,
+        "intermediate_size": target.intermediate_size,
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": target.max_position_embeddings,
         # Block inputs are scaled as the target scales its own.
@@ -134,9 +138,13 @@ def _rope(section: DraftSection) -> dict[str, Any] | None:
 
 
 def _target_rope(text_config: Any) -> dict[str, Any]:
-    """The target's rope; of a target that has one for each kind of layer, that of the full layers."""
-    rope = text_config.rope_parameters
-    rope = one_position(rope.get("full_attention", rope), [])
+    """The target's rope; of a target that has one for each kind of layer, that of the full layers, or where these have
+    none that of the others. A plain one for a target without positions."""
+    kinds = getattr(text_config, "rope_parameters", None) or {}
+    rope = kinds if "rope_type" in kinds else kinds.get("full_attention") or next(filter(None, kinds.values()), None)
+    if rope is None:
+        return {"rope_type": "default", "rope_theta": _ROPE_THETA}
+    rope = one_position(rope, [])
     if rope["rope_type"] == "dynamic":  # which within the target's window is the default one
         rope = {**rope, "rope_type": "default", "factor": None, "original_max_position_embeddings": None}
     if rope["rope_type"] not in ROPE_TYPES:

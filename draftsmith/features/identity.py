@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.features.manifest import TargetIdentity, TokenizerIdentity
+from draftsmith.targets.fields import field, of_each_layer
 
 # What fixes a decoder's shape under the same names in every release of transformers.
 _CONFIG_FIELDS = (
@@ -38,11 +39,21 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
+def _field(text_config: Any, name: str) -> Any:
+    by_layer = of_each_layer(text_config, name)
+    return field(text_config, name) if by_layer is None else by_layer
+
+
 def target_identity(
-    source: str, revision: str | None, text_config: Any, head_weight: Tensor, layers_hash: str | None = None
+    source: str,
+    revision: str | None,
+    text_config: Any,
+    head_weight: Tensor,
+    layers_hash: str | None = None,
+    num_layers: int | None = None,
 ) -> TargetIdentity:
     """The identity of a target, from its text configuration, its output head's weight [V, H], and a fingerprint of its
-    layers where their files are at hand (`targets.sampled`).
+    layers where their files are at hand (`targets.sampled`). num_layers: None for as many as its configuration says.
 
     The first two are there wherever a target, or only its two ends, is loaded. The head is sampled evenly and rounded
     to bfloat16, so that the precision a model was loaded in does not change who it is.
@@ -53,9 +64,9 @@ def target_identity(
     return TargetIdentity(
         source=source,
         revision=revision,
-        config_hash=_digest({name: getattr(text_config, name, None) for name in _CONFIG_FIELDS}),
+        config_hash=_digest({name: _field(text_config, name) for name in _CONFIG_FIELDS}),
         weights_hash=hashlib.sha256(sampled).hexdigest(),
         layers_hash=layers_hash,
         vocab_size=int(text_config.vocab_size),
-        num_layers=int(text_config.num_hidden_layers),
+        num_layers=int(text_config.num_hidden_layers if num_layers is None else num_layers),
     )

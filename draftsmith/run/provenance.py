@@ -18,7 +18,7 @@ def provenance(info: TargetInfo, ends: TargetEnds, tokenizer: Any, data: DataOpt
     Raises `DraftsmithError` for a target directory with files that are missing or damaged.
     """
     layers = None if info.options is None else layers_fingerprint(locate(info.options.path))
-    identity = target_identity(info.source, info.revision, info.text_config, ends.head_weight, layers)
+    identity = target_identity(info.source, info.revision, info.text_config, ends.head_weight, layers, info.num_layers)
     if tokenizer is None:
         return Provenance(identity, None)
     return Provenance(

@@ -20,6 +20,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.kernels.attention.visibility import Visibility
 from draftsmith.targets.attention import CachedAttention, attention_function
 from draftsmith.targets.cache import StaticCache
+from draftsmith.targets.fields import field
 from draftsmith.targets.info import TargetInfo
 from draftsmith.targets.passes import CachedPass
 from draftsmith.targets.taps import layer_output
@@ -83,7 +84,7 @@ def _takes_keywords(decoder: Any) -> bool:
 
 def _tokens(text_config: Any) -> int:
     """How many tokens are read: some more than a small window."""
-    window = getattr(text_config, "sliding_window", None)
+    window = field(text_config, "sliding_window")
     small = window if isinstance(window, int) and window <= _SMALL_WINDOW else 0
     return max(_FIRST + _SECOND, small + _SECOND)
 
@@ -237,7 +238,7 @@ def _other_view(function: MaskFunction, window: int | None, info: TargetInfo, de
 def _unnamed_window(info: TargetInfo, layer: int, window: int | None) -> str | None:
     """How the window that a layer's attention function is given differs from what the configuration names."""
     config = info.text_config
-    named = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    named = field(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
     if getattr(config, "layer_types", None) and info.layer_kinds[layer] != "sliding_attention":
         named = None
     limit = info.max_position_embeddings

@@ -8,6 +8,7 @@ from torch import nn
 from draftsmith.base.devices import resolve_device
 from draftsmith.base.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.decoder import decoder_of
 from draftsmith.targets.location import empty_model, locate, read_config
 from draftsmith.targets.tensors import TensorFiles
 
@@ -28,7 +29,7 @@ def load_final_norm(
     location = locate(path)
     config = read_config(location, revision, trust_remote_code)
     model = empty_model(config, trust_remote_code)
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     norm = getattr(decoder, "norm", None)
     if not isinstance(norm, nn.Module):
         raise DraftsmithError(

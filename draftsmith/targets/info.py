@@ -8,6 +8,8 @@ from torch import nn
 
 from draftsmith.base.dtypes import parse_dtype
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.decoder import decoder_of
+from draftsmith.targets.fields import field
 from draftsmith.targets.location import empty_model, locate, read_config
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.rope import text_window
@@ -49,7 +51,7 @@ class TargetInfo:
         scales embeddings or logits in a way that is not known."""
         text_config = model.config.get_text_config()
         check_no_other_scales(text_config)
-        layers = getattr(model.get_decoder(), "layers", None)
+        layers = getattr(decoder_of(model), "layers", None)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         return cls(
             text_config,
@@ -93,18 +95,26 @@ class TargetInfo:
 
     @property
     def heads(self) -> int:
-        """Query heads of an attention layer."""
-        return int(self.text_config.num_attention_heads)
+        """Query heads of an attention layer; of most, where layers differ."""
+        return int(field(self.text_config, "num_attention_heads"))
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads of an attention layer: as many as query heads where the configuration has no number."""
-        return int(getattr(self.text_config, "num_key_value_heads", None) or self.heads)
+        """Key and value heads of an attention layer: as many as query heads where the configuration has no number; of
+        most, where layers differ."""
+        return int(field(self.text_config, "num_key_value_heads") or self.heads)
 
     @property
     def head_dim(self) -> int:
-        """Width of a head: the hidden size divided among them where the configuration has none."""
-        return int(getattr(self.text_config, "head_dim", None) or self.hidden_size // self.heads)
+        """Width of a head: the hidden size divided among them where the configuration has none; of most, where layers
+        differ."""
+        return int(field(self.text_config, "head_dim") or self.hidden_size // self.heads)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of a dense MLP: of most, where layers differ; three times the hidden size, as in Qwen3, where the
+        configuration has none (mixtures of experts)."""
+        return int(field(self.text_config, "intermediate_size") or 3 * self.hidden_size)
 
     def loaded_dtype(self) -> torch.dtype:
         """The dtype that the target is loaded in: that of its options, else its configuration's. Raises

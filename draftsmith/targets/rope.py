@@ -12,9 +12,11 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rope_kinds(text_config: Any) -> Iterator[dict[str, Any]]:
-    """The rope parameters of a Hugging Face text configuration: one dictionary, or one for each kind of layer."""
+    """The rope parameters of a Hugging Face text configuration: one dictionary, or one for each kind of layer,
+    empty for a kind without positions."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    yield from parameters.values() if parameters and "rope_type" not in parameters else [parameters]
+    by_layer = parameters and "rope_type" not in parameters
+    yield from [kind or {} for kind in parameters.values()] if by_layer else [parameters]
 
 
 def length_dependent_type(text_config: Any) -> str | None:

@@ -19,6 +19,7 @@ from draftsmith.kernels.device import need_triton
 from draftsmith.targets.attention import CachedAttention, RecordingAttention, draftsmith_attention
 from draftsmith.targets.cache import KeysValuesShape, Room, StaticCache, TargetCache
 from draftsmith.targets.cached_probe import check_cached
+from draftsmith.targets.decoder import decoder_of
 from draftsmith.targets.ends import TargetEnds
 from draftsmith.targets.experts import capturable_experts
 from draftsmith.targets.info import TargetInfo
@@ -26,7 +27,7 @@ from draftsmith.targets.layers import LayerKind, known_kinds
 from draftsmith.targets.load import load_model, load_tokenizer
 from draftsmith.targets.location import locate
 from draftsmith.targets.passes import CachedPass
-from draftsmith.targets.probe import check_ends
+from draftsmith.targets.probe import check_model
 from draftsmith.targets.rope import tell_window
 from draftsmith.targets.taps import check_tap_ids, tap_layers
 
@@ -65,12 +66,12 @@ class Target:
         self.ends = ends
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self._decoder = model.get_decoder()
+        self._decoder = decoder_of(model)
         self._layers = _decoder_layers(model, info.source)
         self._fused: FusedDecoder | None = None
         self._decodable = False
         tell_window(info.source, info.text_config)
-        check_ends(model, self._decoder, self._layers[0], ends)
+        check_model(model, self._decoder, self._layers, ends)
 
     @classmethod
     def from_model(cls, hf_model: Any, tokenizer: Any = None) -> "Target":
@@ -322,7 +323,7 @@ class Target:
 
 def _decoder_layers(model: Any, source: str) -> nn.ModuleList:
     """The decoder's layers. Raises `DraftsmithError` for a model that is not a decoder-only causal LM."""
-    layers = getattr(model.get_decoder(), "layers", None)
+    layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or model.config.is_encoder_decoder:
         raise DraftsmithError(
             f"target {source} is a {type(model).__name__}; a decoder-only causal language model is needed "

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import CONFIG_MAPPING
 
 from draftsmith.algorithms.build import draft_config
 from draftsmith.algorithms.dflash import DFlashSection
@@ -12,6 +13,7 @@ from draftsmith.drafts.shapes import BlockShape
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.info import TargetInfo
 from tests.algorithms.facts import gemma, llama, qwen3_8b
+from tests.support.decoders import decoder_config
 
 PUBLISHED: dict[str, Any] = {"mask_token_id": 151669, "block_size": 16, "num_hidden_layers": 5}
 SMALL: dict[str, Any] = {"mask_token_id": 98, "block_size": 7, "num_hidden_layers": 2}
@@ -55,6 +57,30 @@ def test_a_head_size_that_the_target_leaves_out_is_its_hidden_size_over_its_head
     facts = llama()
     facts.text_config.head_dim = None
     assert draft_config(DFlashSection(**SMALL), facts).head_dim == 8
+
+
+def _info(kind: str) -> TargetInfo:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {kind}")
+    return TargetInfo(decoder_config(kind))
+
+
+def test_layers_of_several_sizes_give_those_of_most() -> None:
+    """Three of four layers of this Gemma 4 slide, and have heads of 16; the others' are wider."""
+    config = draft_config(DFlashSection(**SMALL, num_taps=1, rope_theta=1e6), _info("gemma4_text"))
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "solar_open"])
+def test_a_mixture_of_experts_without_a_dense_width_gives_three_times_its_hidden_size(kind: str) -> None:
+    assert draft_config(DFlashSection(**SMALL, num_taps=1), _info(kind)).intermediate_size == 3 * 64
+    assert draft_config(DFlashSection(**SMALL, num_taps=1, intermediate_size=44), _info(kind)).intermediate_size == 44
+
+
+@pytest.mark.parametrize("kind", ["jamba", "kimi_linear", "nemotron_h"])
+def test_a_target_without_positions_gives_a_plain_rope(kind: str) -> None:
+    rope = draft_config(DFlashSection(**SMALL, num_taps=1), _info(kind)).rope
+    assert (rope.type, rope.theta) == ("default", 10_000.0)
 
 
 def test_the_section_overrides_every_default() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     BertConfig,
     BertLMHeadModel,
     Gemma3Config,
@@ -19,6 +20,7 @@ from transformers import (
 from draftsmith.errors import DraftsmithError
 from draftsmith.targets.options import TargetOptions
 from draftsmith.targets.target import Target
+from tests.support.decoders import decoder_config, random_decoder
 from tests.support.tiny import KINDS, tiny_model, tiny_target
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
@@ -180,6 +182,45 @@ def test_a_head_with_a_bias_is_refused():
     model.lm_head.bias = nn.Parameter(torch.zeros(97))
     with pytest.raises(DraftsmithError, match="bias on its output head"):
         Target.from_model(model)
+
+
+def _known(*names):
+    """Those of these types that the installed transformers has."""
+    return [name for name in names if name in CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize("kind", _known("deepseek_v4", "hy_v4", "qwen4_exp_text"))
+def test_several_residual_streams_have_no_tap(kind):
+    with pytest.raises(
+        DraftsmithError, match=r"layers of .* read .*for 5 tokens of width 64: several residual streams"
+    ):
+        Target.from_model(random_decoder(decoder_config(kind)))
+
+
+@pytest.mark.parametrize("kind", _known("dory"))
+def test_layers_that_run_several_times_have_no_tap(kind):
+    with pytest.raises(DraftsmithError, match=r"'dory' runs its \d layers \d+ times in one forward"):
+        Target.from_model(random_decoder(decoder_config(kind)))
+
+
+@pytest.mark.parametrize("kind", _known("llama4_text", "beam"))
+def test_kinds_that_can_be_captured(kind):
+    """Llama 4's class does not find its own decoder; some layers of Beam have no positions."""
+    model = random_decoder(decoder_config(kind))
+    target = Target.from_model(model)
+    ids = torch.randint(3, 256, (2, 21))
+    states = target.forward(ids, torch.arange(21).expand(2, -1), tap_ids=[0, 2])
+    with torch.no_grad():
+        right = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    torch.testing.assert_close(states.taps, torch.cat([right.hidden_states[1], right.hidden_states[3]], -1))
+    torch.testing.assert_close(target.ends.project(states.final_state), right.logits)
+
+
+@pytest.mark.parametrize("kind", _known("llama4_text"))
+def test_chunked_attention_is_captured_and_not_decoded(kind):
+    target = Target.from_model(random_decoder(decoder_config(kind)))
+    with pytest.raises(DraftsmithError, match="has layers of kind chunked_attention"):
+        target.check_decoding()
 
 
 def test_paths_without_a_target(tmp_path):
