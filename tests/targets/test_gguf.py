@@ -37,8 +37,12 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _write_gguf(path: Path, model) -> None:
-    """A tiny Llama and the tiny tokenizer as a GGUF file with Q8_0 matrices where a row's length allows."""
+def _write_gguf(path: Path, model, further=None, with_head: bool = True, **more_tensors: torch.Tensor) -> None:
+    """A tiny Llama and the tiny tokenizer as a GGUF file with Q8_0 matrices where a row's length allows.
+
+    further: adds keys to the writer; with_head: whether it has an output head of its own; more_tensors: by name, with
+    __ for a dot.
+    """
     config, tokenizer = model.config, tiny_tokenizer()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -51,6 +55,9 @@ def _write_gguf(path: Path, model) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+
+    if further is not None:
+        further(writer)
 
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -73,6 +80,9 @@ def _write_gguf(path: Path, model) -> None:
     for i in range(config.num_hidden_layers):
         for name, source in _BLOCK_TENSORS.items():
             tensors[f"blk.{i}.{name}.weight"] = state[f"model.layers.{i}.{source}.weight"]
+    if not with_head:
+        del tensors["output.weight"]
+    tensors |= {name.replace("__", "."): tensor for name, tensor in more_tensors.items()}
     for name, tensor in tensors.items():
         if name.endswith("attn_q.weight"):
             tensor = _interleaved(tensor, config.num_attention_heads)
@@ -134,6 +144,107 @@ def test_the_tokenizer_comes_along(cache, file):
     special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
     assert special == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     assert tokenizer.chat_template == PLAIN_TEMPLATE
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _factors(model) -> torch.Tensor:
+    """By what a model's rope divides its frequencies, as files keep it."""
+    rope = model.model.rotary_emb
+    width = model.config.head_dim
+    plain = model.config.rope_parameters["rope_theta"] ** (-torch.arange(0, width, 2) / width)
+    return plain / rope.inv_freq
+
+
+@pytest.mark.parametrize("original", [64, 200])
+def test_the_factors_of_llama_3s_rope_are_applied(cache, tmp_path, original):
+    rope = _LLAMA3 | {"original_max_position_embeddings": original}
+    sizes = {"vocab_size": len(tiny_tokenizer()), "hidden_size": 64, "num_layers": 2, "tie_word_embeddings": False}
+    model = tiny_model("llama", **sizes, rope_parameters=rope)
+    factors = _factors(model)
+    assert ((factors > 1.01) & (factors < 7.9)).any()  # some lie between the two ends
+    scaled, plain = tmp_path / "scaled.gguf", tmp_path / "plain.gguf"
+    _write_gguf(scaled, model, rope_freqs__weight=factors)
+    _write_gguf(plain, model)
+    ids = torch.randint(0, len(tiny_tokenizer()), (1, 90))
+    right = model(input_ids=ids).logits
+    with_factors, without = (Target.load(path).model for path in (scaled, plain))
+    frequencies = model.model.rotary_emb.inv_freq
+    torch.testing.assert_close(with_factors.model.rotary_emb.inv_freq, frequencies, rtol=1e-4, atol=0)
+    assert not torch.allclose(without.model.rotary_emb.inv_freq, frequencies, rtol=1e-2)
+    error, error_without = ((one(input_ids=ids).logits - right).norm() for one in (with_factors, without))
+    assert error < 0.3 * error_without  # what is left is the rounding of Q8_0
+
+
+def test_factors_of_another_rope_are_refused(cache, tmp_path, model):
+    path = tmp_path / "other.gguf"
+    _write_gguf(path, model, rope_freqs__weight=torch.linspace(1, 3, 8))
+    with pytest.raises(DraftsmithError, match=r"does not read: rope_freqs\.weight \(factors of rope"):
+        converted(path)
+
+
+def test_factors_of_one_change_nothing(cache, tmp_path, model):
+    path = tmp_path / "ones.gguf"
+    _write_gguf(path, model, rope_freqs__weight=torch.ones(8))
+    assert Target.load(path).model.config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("further", "named"),
+    [
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), r"llama\.rope\.scaling\.type = 'yarn'"),
+        (lambda w: w.add_rope_scaling_factor(4.0), r"llama\.rope\.scaling\.factor = 4\.0"),
+        (lambda w: w.add_final_logit_softcapping(30.0), r"llama\.final_logit_softcapping = 30\.0"),
+        (lambda w: w.add_attn_logit_softcapping(50.0), r"llama\.attn_logit_softcapping = 50\.0"),
+        (lambda w: w.add_logit_scale(0.5), r"llama\.logit_scale = 0\.5"),
+        (lambda w: w.add_sliding_window(8), r"llama\.attention\.sliding_window = 8"),
+        (lambda w: w.add_key_length(24), r"llama\.attention\.key_length = 24"),
+        (lambda w: w.add_uint32("llama.something.new", 3), r"llama\.something\.new = 3"),
+    ],
+)
+def test_keys_that_are_not_carried_over_are_refused(cache, tmp_path, model, further, named):
+    path = tmp_path / "more.gguf"
+    _write_gguf(path, model, further)
+    with pytest.raises(DraftsmithError, match=f"says what transformers .* does not read: .*{named}"):
+        converted(path)
+    assert list(cache.iterdir()) == []
+
+
+def test_keys_that_change_nothing_are_no_fault(cache, tmp_path, model):
+    def further(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_key_length(16)
+        writer.add_value_length(16)
+
+    path = tmp_path / "same.gguf"
+    _write_gguf(path, model, further)
+    assert Target.load(path).num_layers == 2
+
+
+@pytest.mark.parametrize("name", ["blk__0__attn_q__bias", "blk__1__attn_sinks__weight", "output__bias"])
+def test_tensors_that_the_model_does_not_have_are_refused(cache, tmp_path, model, name):
+    path = tmp_path / "more.gguf"
+    _write_gguf(path, model, **{name: torch.ones(64)})
+    with pytest.raises(DraftsmithError, match=r"does not read: tensors of \d+ numbers, of which the model has \d+"):
+        converted(path)
+
+
+def test_a_file_without_an_output_head_is_tied(cache, tmp_path):
+    """As files of tied models are: the embedding is their only end."""
+    sizes = {"vocab_size": len(tiny_tokenizer()), "hidden_size": 64, "num_layers": 2}
+    tied = tiny_model("llama", **sizes, tie_word_embeddings=True)
+    path = tmp_path / "tied.gguf"
+    _write_gguf(path, tied, with_head=False)
+    ends = Target.load(path).ends
+    assert torch.equal(ends.head_weight, ends.embedding_weight)
 
 
 def test_ends_of_a_gguf_file(cache, file):
