@@ -72,7 +72,7 @@ def make_hook(config: dict[str, Any]) -> Callable[[Any, tuple[Any, ...], Any], N
     def hook(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
         nonlocal rank
         if rank is None:
-            from sglang.srt.distributed import (  # type: ignore[import-not-found, unused-ignore]
+            from sglang.srt.distributed.parallel_state import (  # type: ignore[import-not-found, unused-ignore]
                 get_tensor_model_parallel_rank,
             )
 
